@@ -1,0 +1,30 @@
+"""tilewise: exact softmax attention for PyTorch, computed on tiles."""
+
+from .api import attention, explain
+from .capabilities import CAPABILITIES, Capability
+from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
+from .merge import merge
+from .problem import Problem
+from .reference import reference
+from .spec import Spec, causal, full, window
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CAPABILITIES",
+    "AttentionError",
+    "BackendBroken",
+    "BackendRefused",
+    "Capability",
+    "InvalidInput",
+    "Problem",
+    "Reason",
+    "Spec",
+    "attention",
+    "causal",
+    "explain",
+    "full",
+    "merge",
+    "reference",
+    "window",
+]

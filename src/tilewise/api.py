@@ -1,0 +1,172 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from .errors import InvalidInput
+from .ops import attention_op
+from .problem import Problem, grad_letters
+from .select import table
+from .spec import Spec, spec_of
+
+__all__ = ["attention", "explain"]
+
+
+def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str | None, spec: Spec | None) -> Spec:
+    if spec is None:
+        return spec_of(causal, tuple(window) if isinstance(window, list) else window, align)
+    if not isinstance(spec, Spec):
+        raise InvalidInput(f"spec must be a tilewise.Spec or None, got {type(spec).__name__}: build one with tilewise.causal().")
+    given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
+    if given:
+        raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
+    return spec
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    precision: str | None = None,
+    backend: str = "auto",
+    spec: Spec | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact softmax attention, computed on tiles.
+
+    ``s = sm_scale * q k^T`` (``-inf`` where the mask hides the key), ``o = softmax(s) v``, ``lse = logsumexp(s)``.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), float16, bfloat16, float32 or float64; any strides, a contiguous last dim is best.
+        k: (batch, heads_kv, seqlen_k, head_dim), same dtype and device; heads_q is a multiple of heads_kv, and query head h
+            reads key head ``h // (heads_q // heads_kv)``.
+        v: (batch, heads_kv, seqlen_k, head_dim_v); head_dim_v may differ from head_dim.
+        causal: hide the keys after a query's position. Default False.
+        window: ``(left, right)``: how many keys before and after its position a query sees, besides the key at it. ``None`` on a
+            side is unbounded, 0 keeps self only, -1 drops self as well. Default ``None``: no window.
+        align: ``"bottom_right"`` (what ``None``, the default, means): the last query sits on the last key. ``"top_left"``: the
+            first query sits on the first key. They differ when seqlen_q != seqlen_k.
+        sm_scale: the factor on q k^T; any finite number, 0 and negative ones too. Default ``head_dim ** -0.5``.
+        return_lse: also return ``lse``. Default False.
+        precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
+            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
+        backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
+        spec: the mask as a ``tilewise.Spec``, instead of causal, window and align.
+
+    Returns:
+        ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
+        (batch, heads_q, seqlen_q), natural logarithm, float32 (float64 for float64 inputs). A row that sees no key has
+        ``o = 0``, ``lse = -inf`` and zero gradients.
+
+    Raises:
+        InvalidInput: a ValueError; the message names the argument, what came, what is expected and what to do.
+        BackendRefused: a NotImplementedError with every reason.
+
+    Gradients flow to q, k and v through both ``o`` and ``lse``; only those asked for are computed. A second derivative and a
+    forward-mode derivative are refused. Under ``torch.autocast`` floating inputs other than float64 are cast to the autocast
+    dtype, as PyTorch's own attention does.
+
+    Deterministic: forward and backward give the same bits on every run of one configuration on one device.
+
+    Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips) and 3.5 times that backward.
+    Extra memory: o and lse forward; the gradients and one float32 a row backward. Nothing grows with seqlen_q * seqlen_k.
+
+    Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
+    (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+    """
+    mask = _spec(causal, window, align, spec)
+    if not isinstance(backend, str):
+        raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
+    if not isinstance(return_lse, bool):
+        raise InvalidInput(f"return_lse must be True or False, got {return_lse!r} of type {type(return_lse).__name__}.")
+    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend)
+    return (o, lse) if return_lse else o
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str | None = None,
+    sm_scale: float | None = None,
+    precision: str | None = None,
+    spec: Spec | None = None,
+) -> str:
+    """Which backends take this call, and why the others do not, as text. The arguments are those of ``attention``.
+
+    The first line is the problem string, which ``tilewise explain`` reads on the command line.
+    """
+    problem = Problem.bind(
+        q,
+        k,
+        v,
+        _spec(causal, window, align, spec),
+        sm_scale,
+        precision,
+        grad_letters(q.requires_grad, k.requires_grad, v.requires_grad),
+    )
+    return explain_problem(problem)
+
+
+def explain_problem(problem: Problem) -> str:
+    """The table of ``explain`` for a problem."""
+    lines = [str(problem)]
+    verdicts = table(problem.key)
+    chosen = next((name for name, reasons in verdicts if not reasons and name != "reference"), None)
+    for name, reasons in verdicts:
+        if reasons:
+            lines.append(f"  {name:<10} refused")
+            lines += [f"  {'':<10}   {reason.code}: {reason.text}" for reason in reasons]
+        elif name == chosen:
+            lines.append(f"  {name:<10} accepted, and 'auto' takes it")
+        else:
+            lines.append(f"  {name:<10} accepted when named")
+    return "\n".join(lines)

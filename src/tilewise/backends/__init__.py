@@ -1,0 +1,33 @@
+"""The backends. Each has ``forward(problem, q, k, v, o, lse)`` and ``backward(problem, do, dlse, q, k, v, o, lse, dq, dk, dv)``.
+
+Both fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
+on first use, so that a machine without Triton can import tilewise.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ..errors import BackendBroken
+
+__all__ = ["module_of"]
+
+_MODULES = {
+    "triton": "tilewise.backends.triton",
+    "torch": "tilewise.backends.torch_tiles",
+    "reference": "tilewise.reference",
+}
+_loaded: dict[str, ModuleType] = {}
+
+
+def module_of(backend: str) -> ModuleType:
+    """The module of a backend that ``select.choose`` named."""
+    module = _loaded.get(backend)
+    if module is None:
+        try:
+            module = importlib.import_module(_MODULES[backend])
+        except ImportError as error:
+            raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
+        _loaded[backend] = module
+    return module

@@ -1,0 +1,42 @@
+"""The bodies that every backend shares: written once, run as plain Python, PyTorch, Triton, Gluon and in the interpreter.
+
+They hold operators only (no loads, no shapes, no library calls), so that one text is legal in all of those languages. Division
+truncates toward zero in Triton and floors in Python: operands are made non-negative before every division.
+"""
+
+from __future__ import annotations
+
+__all__ = ["allowed", "tile_range"]
+
+
+def allowed(q_pos, kv_pos, kv_end, upper, lower, HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
+    """May the query at ``q_pos`` see the key at ``kv_pos``? The one mask rule, elementwise, on positions that broadcast."""
+    ok = kv_pos < kv_end
+    if HAS_UPPER:
+        ok = ok & (kv_pos <= q_pos + upper)
+    if HAS_LOWER:
+        ok = ok & (kv_pos >= q_pos - lower)
+    return ok
+
+
+def tile_range(row_lo, row_hi, col_end, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
+    """Which tiles of ``BLOCK`` columns do the rows at positions ``row_lo <= row < row_hi`` see?
+
+    Returns ``(lo, free_lo, free_hi, hi)``: tiles below ``lo`` and from ``hi`` on are empty, tiles in ``[free_lo, free_hi)`` need
+    no mask, the rest need one. A row sees column ``c`` if ``row - lower <= c <= row + upper`` and ``0 <= c < col_end``.
+    """
+    hi = col_end
+    lo = 0
+    free_hi = col_end
+    free_lo = 0
+    if HAS_UPPER:
+        hi = min(hi, max(row_hi + upper, 0))
+        free_hi = min(free_hi, max(row_lo + upper + 1, 0))
+    if HAS_LOWER:
+        lo = max(row_lo - lower, 0)
+        free_lo = max(row_hi - 1 - lower, 0)
+    t_lo = lo // BLOCK
+    t_hi = max((hi + BLOCK - 1) // BLOCK, t_lo)
+    t_free_lo = min(max((free_lo + BLOCK - 1) // BLOCK, t_lo), t_hi)
+    t_free_hi = max(min(free_hi // BLOCK, t_hi), t_free_lo)
+    return t_lo, t_free_lo, t_free_hi, t_hi

@@ -1,0 +1,102 @@
+"""THE table of what each backend can do, and ``refuse``: the reasons why one cannot take a problem.
+
+Tests draw their matrix from this table and the README prints it, so a claim here is a claim that is proven.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import Reason
+from .problem import Problem
+
+__all__ = ["CAPABILITIES", "Capability", "refuse"]
+
+HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One backend's row.
+
+    ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
+    """
+
+    backend: str
+    summary: str
+    kinds: tuple[str, ...]  # of processor; "*" is any
+    dtypes: tuple[str, ...]
+    max_head_dim: int | None
+    tf32_kinds: tuple[str, ...] = ()
+    triton: tuple[int, int] | None = None
+    interpretable: bool = False
+    min_compute_capability: int = 0
+    deterministic: bool = True
+    gradients: str = "qkv"
+    auto: bool = True
+    quadratic: bool = False
+
+
+# In the order in which "auto" asks.
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability(
+        "triton",
+        "portable Triton kernels: tensor descriptors where the processor copies by descriptor, pointers elsewhere",
+        kinds=("cuda", "hip"),
+        dtypes=(*HALF, "float32"),
+        max_head_dim=256,
+        tf32_kinds=("cuda", "cpu"),
+        triton=(3, 6),
+        interpretable=True,
+        min_compute_capability=80,
+    ),
+    Capability(
+        "torch",
+        "tiles in plain PyTorch: any device, linear memory",
+        kinds=("*",),
+        dtypes=(*HALF, "float32", "float64"),
+        max_head_dim=None,
+    ),
+    Capability(
+        "reference",
+        "the float64 oracle: the whole score matrix at once, for tests",
+        kinds=("*",),
+        dtypes=(*HALF, "float32", "float64"),
+        max_head_dim=None,
+        auto=False,
+        quadratic=True,
+    ),
+)
+
+
+def refuse(capability: Capability, problem: Problem) -> list[Reason]:
+    """Every reason why this backend cannot take this problem; an empty list means that it can, forward and backward."""
+    p, c = problem, capability
+    reasons: list[Reason] = []
+
+    def no(code: str, text: str) -> None:
+        reasons.append(Reason(code, text))
+
+    interpreted = c.interpretable and p.runtime.interpret and p.arch.kind == "cpu"
+    if "*" not in c.kinds and p.arch.kind not in c.kinds and not interpreted:
+        hint = "; on a CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1)" if c.interpretable else ""
+        no("device", f"the tensors are on {p.arch.name} ({p.arch.kind}), it needs {' or '.join(c.kinds)}{hint}")
+    if p.arch.kind == "cuda" and p.arch.compute_capability < c.min_compute_capability:
+        no("arch", f"the device is {p.arch.name}, it needs sm_{c.min_compute_capability} or newer")
+    if c.triton is not None:
+        need = ".".join(map(str, c.triton))
+        if p.runtime.triton is None:
+            no("triton", f"Triton is not installed, it needs {need} or newer")
+        elif p.runtime.triton < c.triton:
+            no("triton", f"Triton {'.'.join(map(str, p.runtime.triton))} is installed, it needs {need} or newer")
+        elif p.runtime.interpret and p.arch.kind != "cpu":
+            no("interpreter", "TRITON_INTERPRET=1 runs kernels on the CPU, but the tensors are on a GPU: unset it")
+    if p.dtype not in c.dtypes:
+        no("dtype", f"the dtype is {p.dtype}, it takes {', '.join(c.dtypes)}")
+    if c.max_head_dim is not None:
+        for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+            if size > c.max_head_dim:
+                no("head_dim", f"{name} is {size}, it takes up to {c.max_head_dim}")
+    if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
+        no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")
+    return reasons

@@ -1,0 +1,2 @@
+def main() -> int:
+    raise SystemExit("not built yet")

@@ -1,0 +1,308 @@
+"""``Problem``: one call as one frozen value. Everything after it, until the launch, is a pure function of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .arch import ARCHS, Arch, Runtime, arch_of, runtime
+from .errors import InvalidInput
+from .spec import Spec
+
+__all__ = ["DTYPES", "PRECISIONS", "Problem", "grad_letters"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+PRECISIONS = ("ieee", "tf32")
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_MAX_LEN = 2**30
+_LAYOUT = "(batch, heads, seqlen, head_dim)"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def grad_letters(q: bool, k: bool, v: bool) -> str:
+    """Which of q, k and v need a gradient, as letters: ``"qkv"``, ``"kv"``, ``""``."""
+    return ("q" if q else "") + ("k" if k else "") + ("v" if v else "")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def bulk_copyable(t: torch.Tensor) -> bool:
+    """Can a copy engine that works by descriptors read this tensor? 16-byte base and strides, contiguous last dim."""
+    item = t.element_size()
+    if t.stride(-1) != 1 or t.shape[-1] * item % 16 or t.data_ptr() % 16:
+        return False
+    return all(size == 1 or stride * item % 16 == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The metadata of one attention call: shapes, dtype, mask, scale, what needs a gradient, and what it runs on.
+
+    ``str(problem)`` is a line of ``name=value`` words that ``Problem.parse`` reads back, and that errors print.
+    """
+
+    spec: Spec
+    dtype: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    sm_scale: float
+    precision: str = "ieee"
+    grad: str = ""
+    bulk: bool = True
+    arch: Arch = ARCHS["cpu"]
+    runtime: Runtime = Runtime(None)
+
+    @property
+    def q_start(self) -> int:
+        """The position of query row 0; key 0 has position 0."""
+        return self.spec.q_start(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def itemsize(self) -> int:
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def bounds(self) -> tuple[int, int, bool, bool]:
+        """``(upper, lower, has_upper, has_lower)``: the bounds that can matter between these lengths, as plain ints.
+
+        A bound that no pair of rows and keys reaches is dropped, so that a wide window costs what no window costs.
+        """
+        first, last = self.q_start, self.q_start + self.seqlen_q - 1
+        upper, lower = self.spec.upper, self.spec.lower
+        has_upper = upper is not None and first + upper < self.seqlen_k - 1
+        has_lower = lower is not None and last - lower > 0
+        return (upper if has_upper else 0) or 0, (lower if has_lower else 0) or 0, has_upper, has_lower
+
+    @property
+    def key(self) -> Problem:
+        """The part of the problem on which the choice of a backend depends (lengths and scale do not matter to it)."""
+        return dataclasses.replace(self, batch=1, seqlen_q=1, seqlen_k=1, sm_scale=1.0)
+
+    @property
+    def is_empty(self) -> bool:
+        """No output element depends on a key: some extent is zero."""
+        return 0 in (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
+
+    @classmethod
+    def bind(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: Spec,
+        sm_scale: float | None = None,
+        precision: str | None = None,
+        grad: str = "",
+        also: tuple[torch.Tensor, ...] = (),
+    ) -> Problem:
+        """Validate one call and describe it. ``also``: further tensors that the kernels will read (for alignment).
+
+        Raises:
+            InvalidInput: the call has no meaning; the message names the argument, what came, what is expected.
+        """
+        check_tensors(q, k, v)
+        dtype = _dtype_name(q.dtype)
+        check_precision(precision, dtype)
+        return cls(
+            spec=spec,
+            dtype=dtype,
+            batch=q.shape[0],
+            heads_q=q.shape[1],
+            heads_kv=k.shape[1],
+            seqlen_q=q.shape[2],
+            seqlen_k=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            sm_scale=check_scale(sm_scale, q.shape[3]),
+            precision=precision or "ieee",
+            grad=grad,
+            bulk=all(bulk_copyable(t) for t in (q, k, v, *also)),
+            arch=arch_of(q.device),
+            runtime=runtime(),
+        )
+
+    def __str__(self) -> str:
+        words = [
+            f"dtype={self.dtype}",
+            f"batch={self.batch}",
+            f"heads={self.heads_q}/{self.heads_kv}",
+            f"seqlen={self.seqlen_q}x{self.seqlen_k}",
+            f"head_dim={self.head_dim}/{self.head_dim_v}",
+            f"mask={self.spec}",
+            f"sm_scale={self.sm_scale!r}",
+            f"arch={self.arch.name}",
+        ]
+        if self.precision != "ieee":
+            words.append(f"precision={self.precision}")
+        if self.grad:
+            words.append(f"grad={self.grad}")
+        if not self.bulk:
+            words.append("layout=strided")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str, arch: Arch | None = None, software: Runtime | None = None) -> Problem:
+        """Read a problem string. Only ``seqlen`` and ``head_dim`` are required; the rest has the defaults of a call.
+
+        Words: ``dtype=bfloat16 batch=1 heads=32/8 seqlen=4096x4096 head_dim=128/128 mask=causal sm_scale=0.08
+        precision=tf32 grad=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both sides.
+        """
+        words: dict[str, str] = {}
+        for word in text.split():
+            name, eq, value = word.partition("=")
+            if not eq or not value:
+                raise InvalidInput(f"problem {text!r}: expected words like name=value, got {word!r}.")
+            if name in words:
+                raise InvalidInput(f"problem {text!r}: {name!r} is given twice.")
+            words[name] = value
+        known = {"dtype", "batch", "heads", "seqlen", "head_dim", "mask", "sm_scale", "precision", "grad", "layout", "arch"}
+        unknown = sorted(set(words) - known)
+        if unknown:
+            raise InvalidInput(f"problem {text!r}: unknown word {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
+        for name in ("seqlen", "head_dim"):
+            if name not in words:
+                raise InvalidInput(f"problem {text!r}: the word {name}=... is missing.")
+        heads_q, heads_kv = _pair(text, "heads", words.get("heads", "1"), "/")
+        seqlen_q, seqlen_k = _pair(text, "seqlen", words["seqlen"], "x")
+        head_dim, head_dim_v = _pair(text, "head_dim", words["head_dim"], "/")
+        (batch, _) = _pair(text, "batch", words.get("batch", "1"), "/")
+        dtype = words.get("dtype", "bfloat16")
+        if dtype not in DTYPES:
+            raise InvalidInput(f"problem {text!r}: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
+        precision = words.get("precision")
+        check_precision(precision, dtype)
+        check_heads(heads_q, heads_kv, f"heads={heads_q}/{heads_kv}")
+        check_head_dims(head_dim, head_dim_v, f"head_dim={head_dim}/{head_dim_v}")
+        grad = words.get("grad", "")
+        if set(grad) - set("qkv"):
+            raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of 'qkv'.")
+        if words.get("layout", "bulk") not in ("bulk", "strided"):
+            raise InvalidInput(f"problem {text!r}: layout is {words['layout']!r}, expected 'bulk' or 'strided'.")
+        if "arch" in words and words["arch"] not in ARCHS:
+            raise InvalidInput(f"problem {text!r}: arch is {words['arch']!r}, expected one of {', '.join(sorted(ARCHS))}.")
+        if "arch" in words:
+            arch = ARCHS[words["arch"]]
+        elif arch is None:
+            arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            scale = float(words["sm_scale"]) if "sm_scale" in words else None
+        except ValueError:
+            raise InvalidInput(f"problem {text!r}: sm_scale is {words['sm_scale']!r}, expected a number.") from None
+        return cls(
+            spec=Spec.parse(words.get("mask", "full")),
+            dtype=dtype,
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            sm_scale=check_scale(scale, head_dim),
+            precision=precision or "ieee",
+            grad=grad_letters(*(letter in grad for letter in "qkv")),
+            bulk=words.get("layout", "bulk") == "bulk",
+            arch=arch,
+            runtime=software or runtime(),
+        )
+
+
+def _pair(text: str, name: str, value: str, separator: str) -> tuple[int, int]:
+    parts = value.split(separator)
+    if len(parts) > 2 or not all(p.isdigit() for p in parts):
+        raise InvalidInput(f"problem {text!r}: {name} is {value!r}, expected an int or two joined by {separator!r}.")
+    return int(parts[0]), int(parts[-1])
+
+
+def check_heads(heads_q: int, heads_kv: int, got: str) -> None:
+    if (heads_kv == 0) != (heads_q == 0) or (heads_kv and heads_q % heads_kv):
+        raise InvalidInput(
+            f"k has {heads_kv} heads but q has {heads_q}: heads_q must be a multiple of heads_kv. Got {got}."
+        )
+
+
+def check_head_dims(head_dim: int, head_dim_v: int, got: str) -> None:
+    for name, size in (("q and k", head_dim), ("v", head_dim_v)):
+        if size < 1:
+            raise InvalidInput(f"head_dim of {name} is {size}, expected at least 1. Got {got}.")
+
+
+def check_precision(precision: str | None, dtype: str) -> None:
+    if precision is None:
+        return
+    if precision not in PRECISIONS:
+        raise InvalidInput(f"precision is {precision!r}, expected None, 'ieee' or 'tf32'.")
+    if dtype != "float32":
+        raise InvalidInput(
+            f"precision is {precision!r} but the inputs are {dtype}: it chooses how float32 products are made. "
+            "Leave it at None for other dtypes."
+        )
+
+
+def check_scale(sm_scale: float | None, head_dim: int) -> float:
+    if sm_scale is None:
+        return head_dim**-0.5
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
+        raise InvalidInput(
+            f"sm_scale must be a number or None (for head_dim ** -0.5), got {sm_scale!r} of type {type(sm_scale).__name__}. "
+            "A scale that is a tensor would need a gradient and a copy from the device: multiply q by it instead."
+        )
+    if not math.isfinite(sm_scale):
+        raise InvalidInput(f"sm_scale is {sm_scale}, expected a finite number.")
+    return float(sm_scale)
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidInput unless q, k and v can meet in one attention."""
+    named = (("q", q), ("k", k), ("v", v))
+    for name, t in named:
+        if not isinstance(t, torch.Tensor):
+            raise InvalidInput(f"{name} must be a torch.Tensor of shape {_LAYOUT}, got {type(t).__name__}.")
+        if t.layout != torch.strided:
+            raise InvalidInput(f"{name} has layout {t.layout}, expected a dense (strided) tensor: call {name}.to_dense().")
+        if t.dim() != 4:
+            hint = " Add the missing dims with unsqueeze." if t.dim() < 4 else ""
+            raise InvalidInput(f"{name} has {t.dim()} dims, expected 4: {_LAYOUT}. Got shape {tuple(t.shape)}.{hint}")
+    for name, t in named:
+        if _dtype_name(t.dtype) not in DTYPES:
+            raise InvalidInput(f"{name} has dtype {_dtype_name(t.dtype)}, expected one of {', '.join(DTYPES)}: cast it first.")
+    for name, t in named[1:]:
+        if t.dtype != q.dtype:
+            raise InvalidInput(
+                f"{name} has dtype {_dtype_name(t.dtype)} but q has {_dtype_name(q.dtype)}: q, k and v must share one dtype. "
+                f"Cast with {name}.to(q.dtype), or run under torch.autocast."
+            )
+        if t.device != q.device:
+            raise InvalidInput(f"{name} is on {t.device} but q is on {q.device}: move it with {name}.to(q.device).")
+    shapes = _shapes(q, k, v)
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InvalidInput(f"q, k and v must have one batch size: use expand() to share k and v. Got {shapes}.")
+    if k.shape[1] != v.shape[1]:
+        raise InvalidInput(f"k has {k.shape[1]} heads but v has {v.shape[1]}: they must be equal. Got {shapes}.")
+    if k.shape[2] != v.shape[2]:
+        raise InvalidInput(f"k has length {k.shape[2]} but v has {v.shape[2]}: they must be equal. Got {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise InvalidInput(f"q has head_dim {q.shape[3]} but k has {k.shape[3]}: they must be equal. Got {shapes}.")
+    check_heads(q.shape[1], k.shape[1], shapes)
+    check_head_dims(q.shape[3], v.shape[3], shapes)
+    for name, t in named[:2]:
+        if t.shape[2] >= _MAX_LEN:
+            raise InvalidInput(f"{name} has length {t.shape[2]}, expected less than 2**30. Got {shapes}.")

@@ -1,0 +1,94 @@
+"""The oracle: the dense formula in float64, differentiable by autograd. Slow, quadratic, and right.
+
+``s = sm_scale q k^T``, masked with -inf where ``allowed`` says no; ``lse = logsumexp(s)``; ``o = exp(s - lse) v``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .bodies import allowed
+from .problem import Problem
+from .spec import Spec
+
+__all__ = ["mask_of", "reference"]
+
+
+def mask_of(spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The boolean mask (seqlen_q, seqlen_k) of a spec: True where the query sees the key."""
+    q_pos = torch.arange(seqlen_q, device=device)[:, None] + spec.q_start(seqlen_q, seqlen_k)
+    kv_pos = torch.arange(seqlen_k, device=device)[None, :]
+    ok = allowed(
+        q_pos, kv_pos, seqlen_k, spec.upper, spec.lower, spec.upper is not None, spec.lower is not None
+    )
+    return ok.expand(seqlen_q, seqlen_k)
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec | None = None, sm_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense softmax attention in float64.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), any float dtype; widened to float64 and never rounded back.
+        k: (batch, heads_kv, seqlen_k, head_dim).
+        v: (batch, heads_kv, seqlen_k, head_dim_v).
+        spec: the mask; ``None`` is full attention.
+        sm_scale: default ``head_dim ** -0.5``.
+
+    Returns:
+        ``o`` (batch, heads_q, seqlen_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q), both float64. A row that sees no key
+        has ``o = 0``, ``lse = -inf`` and zero gradients.
+    """
+    spec = spec or Spec()
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    if group != 1:
+        k64, v64 = (t.repeat_interleave(group, dim=1) for t in (k64, v64))
+    s = (q64 @ k64.transpose(-1, -2)) * scale
+    ok = mask_of(spec, q.shape[2], k.shape[2], q.device)
+    s = s.masked_fill(~ok, float("-inf"))
+    empty = ~ok.any(dim=-1)
+    # An empty row would be 0 / 0: give it harmless scores, and take its result and its gradient away again.
+    s = s.masked_fill(empty[:, None], 0.0)
+    if k.shape[2] == 0:
+        lse = s.new_full(s.shape[:-1], float("-inf")) + q64.sum(-1) * 0
+        return (s @ v64), lse
+    lse = torch.logsumexp(s, dim=-1)
+    p = torch.exp(s - lse[..., None]).masked_fill(empty[:, None], 0.0)
+    return p @ v64, lse.masked_fill(empty, float("-inf"))
+
+
+def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill ``o`` and ``lse`` (backend interface)."""
+    with torch.no_grad():
+        o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
+    o.copy_(o64)
+    lse.copy_(lse64)
+
+
+def backward(
+    problem: Problem,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> None:
+    """Fill the gradients that are not None (backend interface)."""
+    with torch.enable_grad():
+        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        o64, lse64 = reference(*leaves, problem.spec, problem.sm_scale)
+        loss = (o64 * do.double()).sum()
+        if dlse is not None:
+            loss = loss + torch.where(lse64 == float("-inf"), 0.0, lse64 * dlse.double()).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for out, grad in zip((dq, dk, dv), grads, strict=True):
+        if out is not None:
+            out.copy_(grad if grad is not None else torch.zeros_like(out))
