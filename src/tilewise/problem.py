@@ -35,11 +35,11 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def bulk_copyable(t: torch.Tensor) -> bool:
-    """Can a copy engine that works by descriptors read this tensor? 16-byte base and strides, contiguous last dim."""
+    """Can a copy engine that works by descriptors read this tensor? 16-byte base and strides, contiguous last dim, no stride 0."""
     item = t.element_size()
     if t.stride(-1) != 1 or t.shape[-1] * item % 16 or t.data_ptr() % 16:
         return False
-    return all(size == 1 or stride * item % 16 == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    return all(size == 1 or (stride > 0 and stride * item % 16 == 0) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""Portable Triton kernels, and the launches that bind a problem's tensors to them.
+
+A ``Launch`` is a value: the kernel, its grid and its arguments. ``forward`` and ``backward`` make launches and run them; the
+compile-only tests make the same launches and compile them for a device that is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ... import configs
+from ...configs import Config, padded
+from ...problem import Problem
+from . import bwd, fwd
+
+__all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
+
+LOG2_E = 1.4426950408889634
+# Heads whose streamed tensors fit this many bytes are worked on together, so that they stay in the L2 cache.
+L2_BUDGET = 32 << 20
+_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as a value."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.options)
+
+
+def _tile(problem: Problem, t: torch.Tensor, rows: int) -> tuple[Any, tuple[int, ...]]:
+    """``(source, strides)`` for tiles of ``rows`` rows of ``t``: a descriptor, or the tensor with its strides."""
+    if not _bulk(problem):
+        return t, tuple(t.stride())
+    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
+    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, padded(t.shape[-1])]), (0, 0, 0, 0)
+
+
+def _bulk(problem: Problem) -> bool:
+    return problem.bulk and (problem.arch.bulk_copy or problem.arch.kind == "cpu")
+
+
+def _together(heads: int, sharing: int, bytes_a_head: int) -> int:
+    """How many heads to work on together: a divisor of ``heads`` whose streamed tensors fit the budget."""
+    fit = max(1, min(heads, sharing * max(1, L2_BUDGET // max(1, bytes_a_head))))
+    groups = -(-heads // fit)
+    while heads % groups:
+        groups += 1
+    return heads // groups
+
+
+def _longest(problem: Problem, rows: str) -> str:
+    """Which end of the axis of tiles has the most work: an upper bound leaves it to the last queries and the first keys."""
+    _, _, has_upper, has_lower = problem.bounds
+    if has_upper == has_lower:
+        return "any"
+    return "last" if has_upper == (rows == "queries") else "first"
+
+
+def _options(problem: Problem, config: Config, tail: bool) -> dict[str, Any]:
+    _, _, has_upper, has_lower = problem.bounds
+    precision = problem.precision
+    if problem.dtype == "float32" and precision == "ieee" and problem.arch.kind == "cuda":
+        precision = "tf32x3"  # three TF32 products: as accurate as IEEE ones, and several times faster
+    return {
+        "HAS_UPPER": has_upper,
+        "HAS_LOWER": has_lower,
+        "HAS_TAIL": tail,
+        "DTYPE": _DTYPES[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "PRECISION": precision,
+        "BULK": _bulk(problem),
+        "WIDEN": problem.dtype == "bfloat16" and problem.arch.kind == "cpu",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,  # Triton 3.10 turns its default off
+    }
+
+
+def launch_fwd(
+    problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> Launch:
+    p = problem
+    upper, lower, _, _ = p.bounds
+    m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
+    heads = p.batch * p.heads_q
+    tiles = [_tile(p, t, rows) for t, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n), (o, config.block_m))]
+    streamed = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize
+    args = (
+        *(source for source, _ in tiles),
+        lse,
+        *(strides for _, strides in tiles),
+        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, abs(p.sm_scale) * LOG2_E),
+        *(m_blocks, heads, _together(heads, p.group, streamed)),
+    )
+    options = _options(p, config, p.seqlen_k % config.block_n != 0)
+    options |= {"NEGATIVE": p.sm_scale < 0, "LONGEST": _longest(p, "queries")}
+    return Launch(fwd._fwd_kernel, (m_blocks * heads,), args, options)
+
+
+def launch_delta(
+    problem: Problem, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
+) -> Launch:
+    p = problem
+    block_dv = padded(p.head_dim_v)
+    block_m = max(16, 4096 // block_dv)
+    m_blocks = triton.cdiv(p.seqlen_q, block_m)
+    args = (o, do, lse if dlse is None else dlse, lse, delta, tuple(o.stride()), tuple(do.stride()), p.heads_q, p.seqlen_q, m_blocks)
+    options = {"HAS_DLSE": dlse is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
+    return Launch(bwd._delta_kernel, (m_blocks * p.batch * p.heads_q,), args, {**options, "num_warps": 4, "enable_fp_fusion": True})
+
+
+def launch_dkdv(
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> Launch:
+    p = problem
+    upper, lower, _, _ = p.bounds
+    n_blocks = triton.cdiv(p.seqlen_k, config.block_n)
+    heads = p.batch * p.heads_kv
+    # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
+    outputs = (k if dk is None else dk, v if dv is None else dv)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
+    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, *outputs), rows, strict=True)]
+    streamed = p.seqlen_q * (p.head_dim + p.head_dim_v) * p.itemsize * p.group
+    args = (
+        *(source for source, _ in tiles),
+        *(lse, delta),
+        *(strides for _, strides in tiles),
+        *(p.heads_q, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
+        *(n_blocks, heads, _together(heads, 1, streamed)),
+    )
+    options = _options(p, config, p.seqlen_q % config.block_m != 0)
+    options |= {"NEED_DK": dk is not None, "NEED_DV": dv is not None, "LONGEST": _longest(p, "keys")}
+    return Launch(bwd._dkdv_kernel, (n_blocks * heads,), args, options)
+
+
+def launch_dq(
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+) -> Launch:
+    p = problem
+    upper, lower, _, _ = p.bounds
+    m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
+    heads = p.batch * p.heads_q
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
+    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
+    streamed = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize
+    args = (
+        *(source for source, _ in tiles),
+        *(lse, delta),
+        *(strides for _, strides in tiles),
+        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
+        *(m_blocks, heads, _together(heads, p.group, streamed)),
+    )
+    options = _options(p, config, p.seqlen_k % config.block_n != 0)
+    options |= {"LONGEST": _longest(p, "queries")}
+    return Launch(bwd._dq_kernel, (m_blocks * heads,), args, options)
+
+
+def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill ``o`` and ``lse`` (backend interface)."""
+    with torch.cuda.device_of(q):
+        launch_fwd(problem, configs.lookup(problem, "fwd"), q, k, v, o, lse).run()
+
+
+def backward(
+    problem: Problem,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> None:
+    """Fill the gradients that are not None (backend interface)."""
+    with torch.cuda.device_of(q):
+        # delta has no use for dv alone, but then it only has to be readable memory.
+        delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
+        if delta is not lse:
+            launch_delta(problem, o, do, None if dlse is None else dlse.contiguous(), lse, delta).run()
+        if dk is not None or dv is not None:
+            launch_dkdv(problem, configs.lookup(problem, "dkdv"), q, k, v, do, lse, delta, dk, dv).run()
+        if dq is not None:
+            launch_dq(problem, configs.lookup(problem, "dq"), q, k, v, do, lse, delta, dq).run()

@@ -1,0 +1,208 @@
+"""Backward: three kernels, no atomics, the same bits on every run.
+
+With ``p = exp2(s2 - lse2)`` recomputed under the same mask, and ``delta = sum_d do * o - dlse`` for each row,
+
+    dv = p^T do        dp = do v^T        ds = p (dp - delta)        dk = sm_scale ds^T q        dq = sm_scale ds k
+
+``_delta_kernel`` makes delta. ``_dkdv_kernel`` holds a tile of keys and streams the queries that see it (the plan transposed), all
+query heads of the group in a fixed order. ``_dq_kernel`` holds a tile of queries and streams keys, as the forward pass does. Scores
+are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory.
+
+Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p of theirs an exact zero.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import LOG2_E, allowed, load_tile, operand, schedule, store_tile, tile_range
+
+
+@triton.jit
+def _delta_kernel(
+    o, do, dlse_ptr, lse_ptr, delta_ptr, o_strides, do_strides, heads_q, seqlen_q, m_blocks,
+    HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta[row] = sum_d do * o - dlse, and 0 for a row that saw no key. Grid: query tiles x heads x batch."""
+    pid = tl.program_id(0)
+    head_index = pid // m_blocks
+    start_m = (pid - head_index * m_blocks) * BLOCK_M
+    batch = head_index // heads_q
+    head = head_index - batch * heads_q
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    rows = head_index.to(tl.int64) * seqlen_q + offs_m
+    o_tile = load_tile(o, o_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False, False)
+    do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False, False)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + rows, mask=offs_m < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=offs_m < seqlen_q, other=0.0)
+    tl.store(delta_ptr + rows, tl.where(lse == -float("inf"), 0.0, delta), mask=offs_m < seqlen_q)
+
+
+@triton.jit
+def _load_lse2(lse_ptr, rows, inside):
+    """lse in base two, +inf for rows that saw no key and rows past the end."""
+    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
+    return tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last,
+    MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Stream the query tiles ``first .. last`` of one head past the resident key tile."""
+    for m_block in tl.range(first, last):
+        start_m = m_block * BLOCK_M
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+        # k q^T rather than the transpose of q k^T: a transposed result of one product as operand of the next is miscompiled by some
+        # versions of Triton.                                                                       [BLOCK_N, BLOCK_M]
+        qk_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+        p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
+        if MASKED:
+            ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            p_t = tl.where(ok, p_t, 0.0)
+        do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+        if NEED_DV:
+            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
+        if NEED_DK:
+            dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
+            ds_t = p_t * (dp_t - delta[None, :])
+            dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _dkdv_kernel(
+    q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks, heads_total, heads_together,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys. Grid: key tiles x key heads x batch."""
+    head_index, n_block = schedule(tl.program_id(0), n_blocks, heads_total, heads_together, LONGEST)
+    batch = head_index // heads_kv
+    head_kv = head_index - batch * heads_kv
+    start_n = n_block * BLOCK_N
+    kv_pos = start_n + tl.arange(0, BLOCK_N)
+    k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+    v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    # The plan transposed: key rows, query columns. kv <= q + upper bounds the queries from below, so the bounds swap roles.
+    row_end = min(start_n + BLOCK_N, seqlen_k)
+    lo, free_lo, free_hi, hi = tile_range(
+        start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
+    )
+    for member in range(group):
+        head = head_kv * group + member
+        head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+        if HAS_UPPER:
+            dk, dv = _dkdv_tiles(
+                dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            )  # fmt: skip
+        dk, dv = _dkdv_tiles(
+            dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
+            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        )  # fmt: skip
+        if HAS_LOWER or HAS_TAIL:
+            dk, dv = _dkdv_tiles(
+                dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            )  # fmt: skip
+    if NEED_DK:
+        dk = dk * sm_scale
+        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+    if NEED_DV:
+        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+
+
+@triton.jit
+def _dq_tiles(
+    dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+    seqlen_k, upper, lower, qk_scale2, first, last,
+    MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Stream the key tiles ``first .. last`` past the resident query tile."""
+    for n_block in tl.range(first, last):
+        start_n = n_block * BLOCK_N
+        k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+        # [BLOCK_M, BLOCK_N]
+        qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        p = tl.math.exp2(qk * qk_scale2 - lse2[:, None])
+        if MASKED:
+            kv_pos = start_n + tl.arange(0, BLOCK_N)
+            ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            p = tl.where(ok, p, 0.0)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks, heads_total, heads_together,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries. Grid: query tiles x query heads x batch."""
+    head_index, m_block = schedule(tl.program_id(0), m_blocks, heads_total, heads_together, LONGEST)
+    batch = head_index // heads_q
+    head = head_index - batch * heads_q
+    head_kv = head // group
+    start_m = m_block * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q_pos = q_start + offs_m
+    head_rows = head_index.to(tl.int64) * seqlen_q
+    q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+    lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+    delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    row_end = min(start_m + BLOCK_M, seqlen_q)
+    lo, free_lo, free_hi, hi = tile_range(
+        q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
+    )
+    if HAS_LOWER:
+        dq = _dq_tiles(
+            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, lo, free_lo, True, HAS_UPPER, HAS_LOWER,
+            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        )  # fmt: skip
+    dq = _dq_tiles(
+        dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, False, HAS_UPPER, HAS_LOWER,
+        DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+    )  # fmt: skip
+    if HAS_UPPER or HAS_TAIL:
+        dq = _dq_tiles(
+            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, free_hi, hi, True, HAS_UPPER, HAS_LOWER,
+            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        )  # fmt: skip
+    dq = dq * sm_scale
+    store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)

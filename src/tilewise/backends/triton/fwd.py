@@ -1,0 +1,94 @@
+"""Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for each tile of queries of one head.
+
+Grid: one dimension, query tiles x heads x batch (two grid dimensions would end at 65,535). Q is loaded once and kept; K and V stream past it.
+
+Invariant after every key tile: ``m_i`` is the maximum of the scores visited so far (base two), ``l_i = sum exp2(s2 - m_i)`` and
+``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.
+
+The key tiles of a query tile fall into masked edge | free middle | masked edge (``bodies.tile_range``). Tiles outside are never
+visited, and all three parts run the same step.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import LN_2, allowed, load_tile, operand, schedule, softmax_step, store_tile, tile_range
+
+
+@triton.jit
+def _fwd_tiles(
+    acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
+    MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Stream the key tiles ``first .. last`` past the resident query tile."""
+    for n_block in tl.range(first, last):
+        start_n = n_block * BLOCK_N
+        # [BLOCK_N, BLOCK_D]
+        k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        # [BLOCK_M, BLOCK_N]
+        qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        ok = None
+        if MASKED:
+            kv_pos = start_n + tl.arange(0, BLOCK_N)
+            ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+        p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
+        acc = acc * alpha[:, None]
+        # [BLOCK_N, BLOCK_DV]
+        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+        acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
+    return acc, l_i, m_i
+
+
+@triton.jit
+def _fwd_kernel(
+    q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
+    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks, heads_total, heads_together,
+    NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    head_index, m_block = schedule(tl.program_id(0), m_blocks, heads_total, heads_together, LONGEST)
+    batch = head_index // heads_q
+    head = head_index - batch * heads_q
+    head_kv = head // group
+    start_m = m_block * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q_pos = q_start + offs_m
+
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # [BLOCK_M, BLOCK_D]
+    q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    if NEGATIVE:
+        # max(qk) * qk_scale2 is the maximum of the scores only for a scale >= 0: the sign goes into q, which is exact.
+        q_tile = -q_tile
+
+    row_end = min(start_m + BLOCK_M, seqlen_q)
+    lo, free_lo, free_hi, hi = tile_range(
+        q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
+    )
+    if HAS_LOWER:
+        acc, l_i, m_i = _fwd_tiles(
+            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo,
+            True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        )  # fmt: skip
+    acc, l_i, m_i = _fwd_tiles(
+        acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi,
+        False, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+    )  # fmt: skip
+    if HAS_UPPER or HAS_TAIL:
+        acc, l_i, m_i = _fwd_tiles(
+            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi,
+            True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        )  # fmt: skip
+
+    # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    acc = acc / l_safe[:, None]
+    lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
+    tl.store(lse_ptr + head_index.to(tl.int64) * seqlen_q + offs_m, lse, mask=offs_m < seqlen_q)
+    store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)

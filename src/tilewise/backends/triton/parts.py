@@ -1,0 +1,130 @@
+"""The named parts that the Triton kernels are made of: schedule, loads, mask, online-softmax step, stores.
+
+``BULK`` says how tiles travel. True: the arguments are tensor descriptors and a copy engine moves whole tiles (sm_90 and newer);
+rows past the end of the tensor read as zero and are not written. False: the arguments are pointers with strides, and masks do the
+same. Zero is not -inf: a key past the end would score 0, so every tile that reaches past the end goes through ``allowed``.
+
+``WIDEN`` is True only for bfloat16 in Triton's interpreter, whose own bfloat16 arithmetic is wrong: tiles are widened to float32 as
+they are loaded, and rounded by hand where the kernel on a GPU would round.
+"""
+
+import types
+
+import triton
+import triton.language as tl
+
+from ... import bodies
+
+
+def _shared(body):
+    """A shared body as a Triton function. Triton wants to see its own language among the globals of what it compiles."""
+    here = types.FunctionType(body.__code__, globals(), body.__name__)
+    here.__annotations__ = body.__annotations__
+    return triton.jit(here)
+
+
+allowed = _shared(bodies.allowed)
+tile_range = _shared(bodies.tile_range)
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def schedule(pid, tiles, heads, heads_together, LONGEST: tl.constexpr):
+    """Program ``pid`` -> (batch * head index, tile index).
+
+    LONGEST "any": all tiles of one head before the next. "first" or "last": that end of the tile axis has the most work, so it
+    is started first, over ``heads_together`` heads at a time, as many as keep their streamed tensors in the L2 cache.
+    """
+    if LONGEST == "any":
+        head = pid // tiles
+        return head, pid - head * tiles
+    else:
+        together = pid // (heads_together * tiles)
+        rest = pid - together * heads_together * tiles
+        here = min(heads_together, heads - together * heads_together)
+        tile = rest // here
+        head = together * heads_together + rest - tile * here
+        if LONGEST == "last":
+            tile = tiles - 1 - tile
+        return head, tile
+
+
+@triton.jit
+def load_tile(
+    src, strides, batch, head, row, row_end, SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr
+):
+    """Rows ``row .. row + ROWS`` of one head as a tile [ROWS, COLS]; zero at rows from ``row_end`` on and columns from SIZE on."""
+    if BULK:
+        tile = src.load([batch, head, row, 0]).reshape([ROWS, COLS])
+    else:
+        offs_m = row + tl.arange(0, ROWS)
+        offs_d = tl.arange(0, COLS)
+        ptrs = src + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        ptrs = ptrs + offs_m.to(tl.int64)[:, None] * strides[2] + offs_d[None, :] * strides[3]
+        inside = offs_m[:, None] < row_end
+        if SIZE != COLS:
+            inside = inside & (offs_d[None, :] < SIZE)
+        tile = tl.load(ptrs, mask=inside, other=0.0)
+    if WIDEN:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    dst, strides, batch, head, row, row_end, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr
+):
+    """The reverse of ``load_tile``; rounds the float32 tile to the tensor's dtype."""
+    if WIDEN:
+        tile = round_bf16(tile)
+    if BULK:
+        dst.store([batch, head, row, 0], tile.to(dst.dtype).reshape([1, 1, ROWS, COLS]))
+    else:
+        offs_m = row + tl.arange(0, ROWS)
+        offs_d = tl.arange(0, COLS)
+        ptrs = dst + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        ptrs = ptrs + offs_m.to(tl.int64)[:, None] * strides[2] + offs_d[None, :] * strides[3]
+        inside = offs_m[:, None] < row_end
+        if SIZE != COLS:
+            inside = inside & (offs_d[None, :] < SIZE)
+        tl.store(ptrs, tile.to(dst.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def round_bf16(x):
+    """float32 -> float32 that holds the nearest bfloat16 (ties to even)."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
+    """A float32 tile as the operand of the next product, rounded to the dtype of the inputs."""
+    if WIDEN:
+        return round_bf16(x)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr):
+    """One online-softmax step: ``(p, alpha, m_new, l_new)`` for raw products ``qk`` and, if MASKED, what they may see.
+
+    m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
+    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros.
+    """
+    if MASKED:
+        s2 = tl.where(ok, qk * qk_scale2, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(s2, 1))
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.math.exp2(s2 - pivot[:, None])
+    else:
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
+        pivot = m_new
+        p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
+    alpha = tl.math.exp2(m_i - pivot)
+    l_new = l_i * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l_new

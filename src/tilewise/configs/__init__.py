@@ -1,0 +1,125 @@
+"""Tile sizes: measured records first, a sound default where nothing was measured. Nothing is searched at run time.
+
+Order of precedence in ``lookup``: the record of this architecture whose pass, width, head_dim, masking and length class match; then
+``default_config``. Whatever comes out has passed ``illegal``: it fits the shared memory of the device, and no causal config has
+BLOCK_M < BLOCK_N.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from dataclasses import dataclass
+
+from ..problem import Problem
+
+__all__ = ["PASSES", "Config", "default_config", "illegal", "length_class", "lookup", "shared_memory"]
+
+PASSES = ("fwd", "dkdv", "dq")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and launch parameters of one kernel. ``block_m`` counts queries, ``block_n`` keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The extent of a tile that holds ``size`` columns: a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def length_class(problem: Problem, pass_: str) -> str:
+    """Coarse class of the streamed length: "short" (below 2,048), "medium" (below 8,192) or "long"."""
+    length = problem.seqlen_q if pass_ == "dkdv" else problem.seqlen_k
+    return "short" if length < 2048 else "medium" if length < 8192 else "long"
+
+
+def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
+    """Bytes of shared memory that the tiles of this config need (resident tiles, and streamed tiles times stages)."""
+    width = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.itemsize
+    pair = config.block_m * config.block_n * problem.itemsize
+    stages = max(1, config.num_stages)
+    if not problem.arch.bulk_copy:
+        stages = max(1, stages - 1)  # loads through registers keep one stage fewer in shared memory
+    if pass_ == "fwd":
+        resident = config.block_m * padded(problem.head_dim) * problem.itemsize if problem.arch.bulk_copy else 0
+        return resident + stages * config.block_n * width
+    if pass_ == "dkdv":
+        resident = config.block_n * width if problem.arch.bulk_copy else 0
+        return resident + stages * (config.block_m * width + config.block_m * 8) + pair
+    resident = config.block_m * width if problem.arch.bulk_copy else 0
+    return resident + stages * config.block_n * width + pair
+
+
+def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
+    """Why this config may not run this problem; None if it may. The one statement of legality."""
+    _, _, has_upper, _ = problem.bounds
+    for name, size in (("block_m", config.block_m), ("block_n", config.block_n)):
+        if size < 16 or size & (size - 1):
+            return f"{name} is {size}, expected a power of two of at least 16"
+    if pass_ != "dkdv" and has_upper and config.block_m < config.block_n:
+        return f"block_m {config.block_m} < block_n {config.block_n} under a causal bound: the diagonal tile would spill over"
+    limit = problem.arch.shared_memory
+    need = shared_memory(problem, pass_, config)
+    if limit and need > limit:
+        return f"it needs {need} bytes of shared memory, {problem.arch.name} has {limit}"
+    return None
+
+
+def default_config(problem: Problem, pass_: str) -> Config:
+    """A sound config for any legal problem: the first of a list, best guess first, that is legal."""
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if problem.arch.kind == "cpu":  # the interpreter: small enough for tests to cross several tiles, large enough to be quick
+        return Config(64, 32, 4, 1) if pass_ != "dkdv" else Config(32, 64, 4, 1)
+    single = problem.itemsize > 2
+    warps = 8 if wide >= 128 else 4
+    if problem.arch.kind == "hip":
+        ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    elif single:
+        ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    elif pass_ == "fwd":
+        ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
+    else:
+        ladder = [(64, 64, warps, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
+    for block_m, block_n, num_warps, num_stages in ladder:
+        if pass_ == "dkdv":
+            block_m, block_n = block_n, block_m
+        config = Config(block_m, block_n, num_warps, num_stages)
+        if illegal(problem, pass_, config) is None:
+            return config
+    return Config(16, 16, 4, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _records(arch: str) -> dict[tuple[str, int, int, bool, str], Config]:
+    """The measured configs of one architecture, by (pass, bytes an element, padded head_dim, bounded mask, length class)."""
+    path = importlib.resources.files(__package__) / "data" / f"{arch}.json"
+    if not path.is_file():
+        return {}
+    out = {}
+    for row in json.loads(path.read_text())["records"]:
+        key = (row["pass"], row["itemsize"], row["head_dim"], row["bounded"], row["length"])
+        out[key] = Config(*row["config"])
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _lookup(problem: Problem, pass_: str) -> Config:
+    _, _, has_upper, has_lower = problem.bounds
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    records = _records(problem.arch.name)
+    config = records.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
+    if config is not None and illegal(problem, pass_, config) is None:
+        return config
+    return default_config(problem, pass_)
+
+
+def lookup(problem: Problem, pass_: str) -> Config:
+    """The config of one pass (``"fwd"``, ``"dkdv"`` or ``"dq"``) for this problem."""
+    return _lookup(problem, pass_)
