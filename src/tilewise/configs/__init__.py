@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["PASSES", "Config", "default_config", "illegal", "length_class", "lookup", "shared_memory"]
+__all__ = ["PASSES", "Config", "default_config", "illegal", "length_class", "lookup", "shared_memory", "splits_dkdv"]
 
-PASSES = ("fwd", "dkdv", "dq")
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")
+
+
+KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,32 @@ def padded(size: int) -> int:
 
 def length_class(problem: Problem, pass_: str) -> str:
     """Coarse class of the streamed length: "short" (below 2,048), "medium" (below 8,192) or "long"."""
-    length = problem.seqlen_q if pass_ == "dkdv" else problem.seqlen_k
+    length = problem.seqlen_q if pass_ in KEYS_RESIDENT else problem.seqlen_k
     return "short" if length < 2048 else "medium" if length < 8192 else "long"
 
 
 def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     """Bytes of shared memory that the tiles of this config need (resident tiles, and streamed tiles times stages)."""
     width = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.itemsize
-    pair = config.block_m * config.block_n * problem.itemsize
+    # Where products read an operand through shared memory, the tile of scores passes through it too.
+    pair = 0 if problem.arch.bulk_copy else config.block_m * config.block_n * problem.itemsize
     stages = max(1, config.num_stages)
     if not problem.arch.bulk_copy:
         stages = max(1, stages - 1)  # loads through registers keep one stage fewer in shared memory
     if pass_ == "fwd":
         resident = config.block_m * padded(problem.head_dim) * problem.itemsize if problem.arch.bulk_copy else 0
         return resident + stages * config.block_n * width
-    if pass_ == "dkdv":
-        resident = config.block_n * width if problem.arch.bulk_copy else 0
+    if pass_ in KEYS_RESIDENT:
+        held = padded(problem.head_dim) * problem.itemsize if pass_ == "dv" else width
+        resident = config.block_n * held if problem.arch.bulk_copy else 0
         return resident + stages * (config.block_m * width + config.block_m * 8) + pair
     resident = config.block_m * width if problem.arch.bulk_copy else 0
     return resident + stages * config.block_n * width + pair
+
+
+def splits_dkdv(problem: Problem) -> bool:
+    """Must dk and dv be made by two passes? Beyond 128 columns their two float32 accumulators do not fit the registers."""
+    return max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128
 
 
 def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
@@ -63,7 +73,7 @@ def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
     for name, size in (("block_m", config.block_m), ("block_n", config.block_n)):
         if size < 16 or size & (size - 1):
             return f"{name} is {size}, expected a power of two of at least 16"
-    if pass_ != "dkdv" and has_upper and config.block_m < config.block_n:
+    if pass_ not in KEYS_RESIDENT and has_upper and config.block_m < config.block_n:
         return f"block_m {config.block_m} < block_n {config.block_n} under a causal bound: the diagonal tile would spill over"
     limit = problem.arch.shared_memory
     need = shared_memory(problem, pass_, config)
@@ -76,7 +86,7 @@ def default_config(problem: Problem, pass_: str) -> Config:
     """A sound config for any legal problem: the first of a list, best guess first, that is legal."""
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.arch.kind == "cpu":  # the interpreter: small enough for tests to cross several tiles, large enough to be quick
-        return Config(64, 32, 4, 1) if pass_ != "dkdv" else Config(32, 64, 4, 1)
+        return Config(32, 64, 4, 1) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
     if problem.arch.kind == "hip":
@@ -88,7 +98,7 @@ def default_config(problem: Problem, pass_: str) -> Config:
     else:
         ladder = [(64, 64, warps, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
     for block_m, block_n, num_warps, num_stages in ladder:
-        if pass_ == "dkdv":
+        if pass_ in KEYS_RESIDENT:
             block_m, block_n = block_n, block_m
         config = Config(block_m, block_n, num_warps, num_stages)
         if illegal(problem, pass_, config) is None:
@@ -121,5 +131,5 @@ def _lookup(problem: Problem, pass_: str) -> Config:
 
 
 def lookup(problem: Problem, pass_: str) -> Config:
-    """The config of one pass (``"fwd"``, ``"dkdv"`` or ``"dq"``) for this problem."""
+    """The config of one pass (a name in ``PASSES``) for this problem."""
     return _lookup(problem, pass_)

@@ -216,7 +216,9 @@ def backward(
         delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
         if delta is not lse:
             launch_delta(problem, o, do, None if dlse is None else dlse.contiguous(), lse, delta).run()
-        if dk is not None or dv is not None:
-            launch_dkdv(problem, configs.lookup(problem, "dkdv"), q, k, v, do, lse, delta, dk, dv).run()
+        together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
+        for name, dk_out, dv_out in together:
+            if dk_out is not None or dv_out is not None:
+                launch_dkdv(problem, configs.lookup(problem, name), q, k, v, do, lse, delta, dk_out, dv_out).run()
         if dq is not None:
             launch_dq(problem, configs.lookup(problem, "dq"), q, k, v, do, lse, delta, dq).run()

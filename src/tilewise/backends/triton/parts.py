@@ -53,8 +53,9 @@ def schedule(pid, tiles, heads, heads_together, LONGEST: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    src, strides, batch, head, row, row_end, SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr
-):
+    src, strides, batch, head, row, row_end,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Rows ``row .. row + ROWS`` of one head as a tile [ROWS, COLS]; zero at rows from ``row_end`` on and columns from SIZE on."""
     if BULK:
         tile = src.load([batch, head, row, 0]).reshape([ROWS, COLS])
@@ -74,8 +75,9 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    dst, strides, batch, head, row, row_end, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr
-):
+    dst, strides, batch, head, row, row_end, tile,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """The reverse of ``load_tile``; rounds the float32 tile to the tensor's dtype."""
     if WIDEN:
         tile = round_bf16(tile)

@@ -1,0 +1,203 @@
+"""Compile kernels for a GPU that is not there, and read from the result what the compiler made of them.
+
+Everything goes through the launches of the backend itself: the same arguments, specialisation and options as on a real device. A
+driver that only knows a target stands in for the real one, so use this in a process of its own, with TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..arch import ARCHS
+from ..configs import PASSES, Config, lookup, splits_dkdv
+from ..errors import BackendBroken
+from ..problem import Problem
+
+__all__ = ["Report", "compile_problem", "launches_of", "use_target"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one kernel. ``spill`` counts bytes of spill stores and loads, ``loop`` instructions of the
+    longest loop that holds a matrix product (0: not read), ``None`` marks what the target's tools do not tell."""
+
+    arch: str
+    kernel: str
+    config: Config
+    shared: int
+    registers: int | None
+    spill: int | None
+    matrix_instructions: int
+    bulk_loads: int
+    serialized: bool
+    loop: int
+
+
+class _TargetOnly:
+    """A Triton driver that knows a target and nothing else."""
+
+    def __init__(self, target: Any):
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def use_target(arch: str) -> None:
+    """Make Triton compile for ``arch`` (a name in ``tilewise.arch.ARCHS``) in this process."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    if triton.knobs.runtime.interpret:
+        raise BackendBroken("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled. Unset it.")
+    facts = ARCHS[arch]
+    target = GPUTarget("cuda", facts.compute_capability, 32) if facts.kind == "cuda" else GPUTarget("hip", arch, facts.warp_size)
+    driver.set_active(_TargetOnly(target))
+
+
+def _tensors(problem: Problem) -> dict[str, torch.Tensor]:
+    """Storage-less stand-ins of the right shapes and dtypes: strides are what the allocator of a real call would give."""
+    p = problem
+    dtype = getattr(torch, p.dtype)
+    pad = 0 if p.bulk else 1
+
+    def make(heads: int, seqlen: int, size: int) -> torch.Tensor:
+        row = size + pad
+        return torch.empty_strided((p.batch, heads, seqlen, size), (heads * seqlen * row, seqlen * row, row, 1), dtype=dtype)
+
+    rows = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32)
+    q = make(p.heads_q, p.seqlen_q, p.head_dim)
+    k, v = make(p.heads_kv, p.seqlen_k, p.head_dim), make(p.heads_kv, p.seqlen_k, p.head_dim_v)
+    o = make(p.heads_q, p.seqlen_q, p.head_dim_v)
+    return {"q": q, "k": k, "v": v, "o": o, "do": o, "lse": rows, "delta": rows, "dq": q, "dk": k, "dv": v}
+
+
+def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> dict[str, Any]:
+    """The launches of forward and backward for this problem, by pass; ``configs`` overrides what ``lookup`` says."""
+    from ..backends import triton as backend
+
+    t = _tensors(problem)
+    chosen = {name: (configs or {}).get(name) or lookup(problem, name) for name in PASSES}
+
+    def keys_resident(name: str, dk: torch.Tensor | None, dv: torch.Tensor | None) -> tuple[Config, Any]:
+        tensors = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], dk, dv)
+        return chosen[name], backend.launch_dkdv(problem, chosen[name], *tensors)
+
+    launches = {
+        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], t["q"], t["k"], t["v"], t["o"], t["lse"])),
+        "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
+        "dq": (
+            chosen["dq"],
+            backend.launch_dq(problem, chosen["dq"], t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], t["dq"]),
+        ),
+    }
+    if splits_dkdv(problem):
+        return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
+    return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}
+
+
+def compile_problem(
+    problem: Problem, passes: tuple[str, ...] = ("delta", *PASSES), configs: dict[str, Config] | None = None
+) -> list[Report]:
+    """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
+    reports = []
+    for name, (config, launch) in launches_of(problem, configs).items():
+        if name in passes:
+            compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+            reports.append(_report(problem.arch.name, name, config, compiled))
+    return reports
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+
+
+def _report(arch: str, kernel: str, config: Config, compiled: Any) -> Report:
+    shared = compiled.metadata.shared
+    if ARCHS[arch].kind == "hip":
+        text = compiled.asm["amdgcn"]
+
+        def number(field: str) -> int:
+            found = re.search(rf"\.{field}:\s*(\d+)", text)
+            return int(found.group(1)) if found else 0
+
+        spill = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+        return Report(arch, kernel, config, shared, number("vgpr_count"), spill, len(re.findall("v_mfma", text)), 0, False, 0)
+    log, sass = _assemble(compiled, arch)
+    used = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    return Report(
+        arch,
+        kernel,
+        config,
+        shared,
+        int(used.group(1)) if used else None,
+        sum(map(int, spills.groups())) if spills else None,
+        len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|UTCQMMA|QGMMA)\b", sass)),
+        len(re.findall(r"\bUTMALDG\b", sass)),
+        "serialized" in log,
+        _loop_length(sass),
+    )
+
+
+def _assemble(compiled: Any, arch: str) -> tuple[str, str]:
+    """ptxas's own account of the kernel, and its disassembly."""
+    import triton
+
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    capability = ARCHS[arch].compute_capability
+    newer = capability >= (90 if version >= (3, 9) else 100)
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = os.path.join(folder, "k.ptx"), os.path.join(folder, "k.cubin")
+        with open(ptx, "w") as file:
+            file.write(compiled.asm["ptx"])
+        command = [_tool("ptxas-blackwell" if newer else "ptxas"), "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
+        if version >= (3, 7):
+            command.insert(2, "--regAllocOptLevel=2")
+        assembled = subprocess.run(command, capture_output=True, text=True, check=False)
+        if assembled.returncode:
+            raise BackendBroken(f"ptxas failed for {arch}: {assembled.stderr[:400]}")
+        listing = subprocess.run([_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=False)
+    return assembled.stderr, listing.stdout
+
+
+def _loop_length(sass: str) -> int:
+    """Instructions in the longest innermost loop (backward branch without another inside) that holds a matrix product."""
+    lines: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        label = re.match(r"\s*(\.L_[\w.]+):", line)
+        if label:
+            labels[label.group(1)] = len(lines)
+            continue
+        code = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        if code:
+            lines.append((code.group(1), line))
+    loops = []
+    for at, (code, _) in enumerate(lines):
+        target = re.search(r"\bBRA\b.*`\((\.L_[\w.]+)\)", code)
+        if target and labels.get(target.group(1), at + 1) <= at:
+            loops.append((labels[target.group(1)], at))
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    lengths = [b - a + 1 for a, b in inner if any(re.search(r"MMA\b", code) for code, _ in lines[a : b + 1])]
+    return max(lengths, default=0)
