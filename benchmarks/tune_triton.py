@@ -85,13 +85,13 @@ class Case:
         backend.launch_delta(self.problem, self.o, self.do, None, self.lse, self.delta).run()
 
     def outputs(self, pass_: str) -> list[torch.Tensor]:
-        return dict(fwd=[self.o, self.lse], dkdv=[self.dk, self.dv], dk=[self.dk], dv=[self.dv], dq=[self.dq])[pass_]
+        return {"fwd": [self.o, self.lse], "dkdv": [self.dk, self.dv], "dk": [self.dk], "dv": [self.dv], "dq": [self.dq]}[pass_]
 
     def truth(self) -> dict[str, list[torch.Tensor]]:
         leaves = [t.double().requires_grad_() for t in (self.q, self.k, self.v)]
         o, lse = reference(*leaves, self.problem.spec)
         dq, dk, dv = torch.autograd.grad(o, leaves, self.do.double())
-        return dict(fwd=[o.detach(), lse.detach()], dkdv=[dk, dv], dk=[dk], dv=[dv], dq=[dq])
+        return {"fwd": [o.detach(), lse.detach()], "dkdv": [dk, dv], "dk": [dk], "dv": [dv], "dq": [dq]}
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", help="JSON list of [pass, head_dim, block_m, block_n, num_warps]: leave out what is not in it")
+    parser.add_argument("--only", help="JSON list of [pass, head_dim, block_m, block_n, num_warps(, num_stages)]: leave out the rest")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds after which the rest is left out")
     args = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
     ]
 
     def candidates(head_dim: int, pass_: str, problem: Problem) -> list[Config]:
-        rows = [x for x in SPACE[pass_] if only is None or (pass_, head_dim, *x[:3]) in only]
+        rows = [x for x in SPACE[pass_] if only is None or {(pass_, head_dim, *x), (pass_, head_dim, *x[:3])} & only]
         found = [Config(*x) for x in rows if illegal(problem, pass_, Config(*x)) is None]
         return found or [lookup(problem, pass_)]
 
@@ -176,7 +176,8 @@ def main() -> None:
                 right[key] = max(errors) < 8e-3
                 if not right[key]:
                     print("WRONG", head_dim, causal, pass_, config, errors, flush=True)
-                    log.append({"pass": pass_, "head_dim": head_dim, "causal": causal, "config": dataclasses.astuple(config), "wrong": errors})
+                    wrong = {"pass": pass_, "head_dim": head_dim, "causal": causal, "config": dataclasses.astuple(config)}
+                    log.append({**wrong, "wrong": errors})
             if not right[key]:
                 continue
             ms = do_bench(case.launch(pass_, config).run, warmup=8, rep=30, return_mode="median")
@@ -189,7 +190,8 @@ def main() -> None:
         if best:
             record = {"pass": pass_, "itemsize": problem.itemsize, "head_dim": head_dim, "bounded": causal}
             records.append({**record, "length": length_class(problem, pass_), "config": dataclasses.astuple(best[1])})
-            print(f"{pass_:4} D {head_dim:3} N {length:5} causal {causal:d}: {best[0]:.3f} ms {best[2]:.0f} TFLOP/s {best[1]}", flush=True)
+            where = f"{pass_:4} D {head_dim:3} N {length:5} causal {causal:d}"
+            print(f"{where}: {best[0]:.3f} ms {best[2]:.0f} TFLOP/s {best[1]}", flush=True)
         import triton
 
         header = {

@@ -22,8 +22,7 @@ from . import bwd, fwd
 __all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
 
 LOG2_E = 1.4426950408889634
-# Heads whose streamed tensors fit this many bytes are worked on together, so that they stay in the L2 cache.
-L2_BUDGET = 32 << 20
+_GRID_LIMIT = 65_535  # of the second and third dim of a grid
 _DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
@@ -53,21 +52,17 @@ def _bulk(problem: Problem) -> bool:
     return problem.bulk and (problem.arch.bulk_copy or problem.arch.kind == "cpu")
 
 
-def _together(heads: int, sharing: int, bytes_a_head: int) -> int:
-    """How many heads to work on together: a divisor of ``heads`` whose streamed tensors fit the budget."""
-    fit = max(1, min(heads, sharing * max(1, L2_BUDGET // max(1, bytes_a_head))))
-    groups = -(-heads // fit)
-    while heads % groups:
-        groups += 1
-    return heads // groups
+def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
+    """The grid, and whether it is flat (``parts.schedule``)."""
+    if heads <= _GRID_LIMIT and batch <= _GRID_LIMIT:
+        return (tiles, heads, batch), False
+    return (tiles * heads * batch,), True
 
 
-def _longest(problem: Problem, rows: str) -> str:
-    """Which end of the axis of tiles has the most work: an upper bound leaves it to the last queries and the first keys."""
+def _reversed(problem: Problem, rows: str) -> bool:
+    """Do the last tiles have the most work? An upper bound leaves it to the last queries and to the first keys."""
     _, _, has_upper, has_lower = problem.bounds
-    if has_upper == has_lower:
-        return "any"
-    return "last" if has_upper == (rows == "queries") else "first"
+    return has_upper != has_lower and has_upper == (rows == "queries")
 
 
 def _options(problem: Problem, config: Config, tail: bool) -> dict[str, Any]:
@@ -101,19 +96,18 @@ def launch_fwd(
     p = problem
     upper, lower, _, _ = p.bounds
     m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
-    heads = p.batch * p.heads_q
-    tiles = [_tile(p, t, rows) for t, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n), (o, config.block_m))]
-    streamed = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize
+    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m)
+    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         lse,
         *(strides for _, strides in tiles),
-        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, abs(p.sm_scale) * LOG2_E),
-        *(m_blocks, heads, _together(heads, p.group, streamed)),
+        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, abs(p.sm_scale) * LOG2_E, m_blocks),
     )
     options = _options(p, config, p.seqlen_k % config.block_n != 0)
-    options |= {"NEGATIVE": p.sm_scale < 0, "LONGEST": _longest(p, "queries")}
-    return Launch(fwd._fwd_kernel, (m_blocks * heads,), args, options)
+    options |= {"NEGATIVE": p.sm_scale < 0, "REVERSED": _reversed(p, "queries"), "FLAT": flat}
+    return Launch(fwd._fwd_kernel, grid, args, options)
 
 
 def launch_delta(
@@ -123,9 +117,11 @@ def launch_delta(
     block_dv = padded(p.head_dim_v)
     block_m = max(16, 4096 // block_dv)
     m_blocks = triton.cdiv(p.seqlen_q, block_m)
-    args = (o, do, lse if dlse is None else dlse, lse, delta, tuple(o.stride()), tuple(do.stride()), p.heads_q, p.seqlen_q, m_blocks)
-    options = {"HAS_DLSE": dlse is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
-    return Launch(bwd._delta_kernel, (m_blocks * p.batch * p.heads_q,), args, {**options, "num_warps": 4, "enable_fp_fusion": True})
+    rows = (lse if dlse is None else dlse, lse, delta)
+    args = (o, do, *rows, tuple(o.stride()), tuple(do.stride()), p.heads_q, p.seqlen_q, m_blocks)
+    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
+    options = {"FLAT": flat, "HAS_DLSE": dlse is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
+    return Launch(bwd._delta_kernel, grid, args, {**options, "num_warps": 4, "enable_fp_fusion": True})
 
 
 def launch_dkdv(
@@ -143,22 +139,21 @@ def launch_dkdv(
     p = problem
     upper, lower, _, _ = p.bounds
     n_blocks = triton.cdiv(p.seqlen_k, config.block_n)
-    heads = p.batch * p.heads_kv
+    grid, flat = _grid(n_blocks, p.heads_kv, p.batch)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     outputs = (k if dk is None else dk, v if dv is None else dv)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, *outputs), rows, strict=True)]
-    streamed = p.seqlen_q * (p.head_dim + p.head_dim_v) * p.itemsize * p.group
     args = (
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
         *(p.heads_q, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
-        *(n_blocks, heads, _together(heads, 1, streamed)),
+        n_blocks,
     )
     options = _options(p, config, p.seqlen_q % config.block_m != 0)
-    options |= {"NEED_DK": dk is not None, "NEED_DV": dv is not None, "LONGEST": _longest(p, "keys")}
-    return Launch(bwd._dkdv_kernel, (n_blocks * heads,), args, options)
+    options |= {"NEED_DK": dk is not None, "NEED_DV": dv is not None, "REVERSED": _reversed(p, "keys"), "FLAT": flat}
+    return Launch(bwd._dkdv_kernel, grid, args, options)
 
 
 def launch_dq(
@@ -175,20 +170,19 @@ def launch_dq(
     p = problem
     upper, lower, _, _ = p.bounds
     m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
-    heads = p.batch * p.heads_q
+    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
-    streamed = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize
     args = (
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
         *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
-        *(m_blocks, heads, _together(heads, p.group, streamed)),
+        m_blocks,
     )
     options = _options(p, config, p.seqlen_k % config.block_n != 0)
-    options |= {"LONGEST": _longest(p, "queries")}
-    return Launch(bwd._dq_kernel, (m_blocks * heads,), args, options)
+    options |= {"REVERSED": _reversed(p, "queries"), "FLAT": flat}
+    return Launch(bwd._dq_kernel, grid, args, options)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:

@@ -14,22 +14,19 @@ Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p 
 import triton
 import triton.language as tl
 
-from .parts import LOG2_E, allowed, load_tile, operand, schedule, store_tile, tile_range
+from .parts import LENGTHS, LOG2_E, allowed, load_tile, operand, schedule, store_tile, tile_range
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _delta_kernel(
     o, do, dlse_ptr, lse_ptr, delta_ptr, o_strides, do_strides, heads_q, seqlen_q, m_blocks,
-    HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FLAT: tl.constexpr, HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """delta[row] = sum_d do * o - dlse, and 0 for a row that saw no key. Grid: query tiles x heads x batch."""
-    pid = tl.program_id(0)
-    head_index = pid // m_blocks
-    start_m = (pid - head_index * m_blocks) * BLOCK_M
-    batch = head_index // heads_q
-    head = head_index - batch * heads_q
+    m_block, head, batch = schedule(m_blocks, heads_q, False, FLAT)
+    start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    rows = head_index.to(tl.int64) * seqlen_q + offs_m
+    rows = (batch * heads_q + head).to(tl.int64) * seqlen_q + offs_m
     o_tile = load_tile(o, o_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False, False)
     do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False, False)
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
@@ -79,20 +76,18 @@ def _dkdv_tiles(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks, heads_total, heads_together,
+    heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Grid: key tiles x key heads x batch."""
-    head_index, n_block = schedule(tl.program_id(0), n_blocks, heads_total, heads_together, LONGEST)
-    batch = head_index // heads_kv
-    head_kv = head_index - batch * heads_kv
+    n_block, head_kv, batch = schedule(n_blocks, heads_kv, REVERSED, FLAT)
     start_n = n_block * BLOCK_N
     kv_pos = start_n + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
@@ -159,24 +154,22 @@ def _dq_tiles(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks, heads_total, heads_together,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries. Grid: query tiles x query heads x batch."""
-    head_index, m_block = schedule(tl.program_id(0), m_blocks, heads_total, heads_together, LONGEST)
-    batch = head_index // heads_q
-    head = head_index - batch * heads_q
+    m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q_pos = q_start + offs_m
-    head_rows = head_index.to(tl.int64) * seqlen_q
+    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
     do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
     lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)

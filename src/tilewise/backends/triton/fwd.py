@@ -1,6 +1,6 @@
 """Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for each tile of queries of one head.
 
-Grid: one dimension, query tiles x heads x batch (two grid dimensions would end at 65,535). Q is loaded once and kept; K and V stream past it.
+Grid: query tiles x heads x batch (``parts.schedule``). Q is loaded once and kept; K and V stream past it.
 
 Invariant after every key tile: ``m_i`` is the maximum of the scores visited so far (base two), ``l_i = sum exp2(s2 - m_i)`` and
 ``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.
@@ -12,7 +12,7 @@ visited, and all three parts run the same step.
 import triton
 import triton.language as tl
 
-from .parts import LN_2, allowed, load_tile, operand, schedule, softmax_step, store_tile, tile_range
+from .parts import LENGTHS, LN_2, allowed, load_tile, operand, schedule, softmax_step, store_tile, tile_range
 
 
 @triton.jit
@@ -41,18 +41,17 @@ def _fwd_tiles(
     return acc, l_i, m_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks, heads_total, heads_together,
-    NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, LONGEST: tl.constexpr,
+    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
+    NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
+    REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    head_index, m_block = schedule(tl.program_id(0), m_blocks, heads_total, heads_together, LONGEST)
-    batch = head_index // heads_q
-    head = head_index - batch * heads_q
+    m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -73,22 +72,26 @@ def _fwd_kernel(
     )
     if HAS_LOWER:
         acc, l_i, m_i = _fwd_tiles(
-            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo,
-            True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
+            upper, lower, lo, free_lo, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
-        acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi,
-        False, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
+        upper, lower, free_lo, free_hi, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
-            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi,
-            True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
+            upper, lower, free_hi, hi, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
     lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
-    tl.store(lse_ptr + head_index.to(tl.int64) * seqlen_q + offs_m, lse, mask=offs_m < seqlen_q)
+    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+    tl.store(lse_ptr + head_rows + offs_m, lse, mask=offs_m < seqlen_q)
     store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)

@@ -26,29 +26,33 @@ def _shared(body):
 allowed = _shared(bodies.allowed)
 tile_range = _shared(bodies.tile_range)
 
+# Kernel arguments that never enter a compile key: one kernel serves every length, every window and every number of heads.
+LENGTHS = (
+    *("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "q_start", "upper", "lower"),
+    *("qk_scale2", "sm_scale", "m_blocks", "n_blocks"),
+)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def schedule(pid, tiles, heads, heads_together, LONGEST: tl.constexpr):
-    """Program ``pid`` -> (batch * head index, tile index).
+def schedule(tiles, heads, REVERSED: tl.constexpr, FLAT: tl.constexpr):
+    """Which ``(tile, head, batch)`` this program works on: all tiles of a head before the next head, so that what they stream stays
+    in the L2 cache; from the last tile down if REVERSED, for the longest tiles to start first.
 
-    LONGEST "any": all tiles of one head before the next. "first" or "last": that end of the tile axis has the most work, so it
-    is started first, over ``heads_together`` heads at a time, as many as keep their streamed tensors in the L2 cache.
+    The grid is (tiles, heads, batch). Its last two dims end at 65,535: beyond, all three are FLAT in the first.
     """
-    if LONGEST == "any":
-        head = pid // tiles
-        return head, pid - head * tiles
-    else:
-        together = pid // (heads_together * tiles)
-        rest = pid - together * heads_together * tiles
-        here = min(heads_together, heads - together * heads_together)
-        tile = rest // here
-        head = together * heads_together + rest - tile * here
-        if LONGEST == "last":
-            tile = tiles - 1 - tile
-        return head, tile
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    if FLAT:
+        head = tile // tiles
+        tile -= head * tiles
+        batch = head // heads
+        head -= batch * heads
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return tile, head, batch
 
 
 @triton.jit
