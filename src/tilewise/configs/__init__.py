@@ -44,22 +44,28 @@ def length_class(problem: Problem, pass_: str) -> str:
 
 
 def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
-    """Bytes of shared memory that the tiles of this config need (resident tiles, and streamed tiles times stages)."""
-    width = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.itemsize
-    # Where products read an operand through shared memory, the tile of scores passes through it too.
-    pair = 0 if problem.arch.bulk_copy else config.block_m * config.block_n * problem.itemsize
+    """Bytes of shared memory that this config needs at most, as read from compiled kernels.
+
+    Resident tiles, streamed tiles times stages, and the tile of scores where it passes through shared memory. Without a copy engine
+    loads go through registers, which keeps one stage fewer; float32 operands are laid out a second time for their three products.
+    """
+    p, arch = problem, problem.arch
+    both = (padded(p.head_dim) + padded(p.head_dim_v)) * p.itemsize
+    first = padded(p.head_dim) * p.itemsize
+    keys_resident = pass_ in KEYS_RESIDENT
+    rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
+    resident = rows * (first if pass_ in ("fwd", "dv") else both)
+    streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    scores = config.block_m * config.block_n * p.itemsize
     stages = max(1, config.num_stages)
-    if not problem.arch.bulk_copy:
-        stages = max(1, stages - 1)  # loads through registers keep one stage fewer in shared memory
-    if pass_ == "fwd":
-        resident = config.block_m * padded(problem.head_dim) * problem.itemsize if problem.arch.bulk_copy else 0
-        return resident + stages * config.block_n * width
-    if pass_ in KEYS_RESIDENT:
-        held = padded(problem.head_dim) * problem.itemsize if pass_ == "dv" else width
-        resident = config.block_n * held if problem.arch.bulk_copy else 0
-        return resident + stages * (config.block_m * width + config.block_m * 8) + pair
-    resident = config.block_m * width if problem.arch.bulk_copy else 0
-    return resident + stages * config.block_n * width + pair
+    single = p.itemsize > 2
+    if arch.kind == "hip":
+        return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
+    if p.bulk and arch.bulk_copy:
+        return resident + stages * streamed + (2 * scores if single else 1024)
+    if single:
+        return 2 * resident + (stages + (1 if arch.bulk_copy else 0)) * streamed + 2 * scores
+    return resident + stages * streamed + scores
 
 
 def splits_dkdv(problem: Problem) -> bool:

@@ -26,11 +26,9 @@ def _shared(body):
 allowed = _shared(bodies.allowed)
 tile_range = _shared(bodies.tile_range)
 
-# Kernel arguments that never enter a compile key: one kernel serves every length, every window and every number of heads.
-LENGTHS = (
-    *("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "q_start", "upper", "lower"),
-    *("qk_scale2", "sm_scale", "m_blocks", "n_blocks"),
-)
+# Kernel arguments that never enter a compile key, so that one kernel serves every length, every window and every number of heads.
+# seqlen_q does enter, as "a multiple of 16 or not": rows of lse and delta that are known to be aligned load four at a time.
+LENGTHS = ("heads_q", "heads_kv", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "n_blocks")
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
