@@ -1,0 +1,220 @@
+"""The gauntlet: inputs with names, each there to kill named faults of an attention kernel.
+
+They are small enough for Triton's interpreter, and cross several tiles of every size up to 64. ``python -c "from
+tilewise.testing.gauntlet import GAUNTLET; print(*GAUNTLET, sep='\\n')"`` lists them with what they kill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import Spec, causal, window
+from .calls import Call, evaluate, random_call
+from .poison import poison
+from .tolerance import Result, Yardstick
+
+__all__ = ["GAUNTLET", "Entry", "entry", "run"]
+
+FAR = 2**31 + 4096  # elements; beyond what 32 bits can address
+
+
+# Values: each changes a drawn call in place, so that scores get the wanted shape.
+
+
+def _overflow_spike(call: Call) -> None:
+    """Key 0 is about 100 nats (144 in base two) ahead of all others, for every second query; the rest see an even field."""
+    call.q[:, :, ::2, 0] = 8.0
+    call.q[:, :, 1::2, 0] = 0.0
+    call.k[..., 0] = 0.0
+    call.k[:, :, 0, 0] = 12.5 / call.scale
+
+
+def _late_spike(call: Call) -> None:
+    """The last key is about 5 nats ahead, so that it carries about half of the weight: what came before must be scaled down."""
+    call.q[..., 0] = 2.0
+    call.k[..., 0] = 0.0
+    call.k[:, :, -1, 0] = 2.5 / call.scale
+
+
+def _very_low(call: Call) -> None:
+    """Every score is near -136 (below -128 in base two): a padded key that scores 0 would take all the weight."""
+    call.q[..., 0] = 16.0
+    call.k[..., 0] = -8.5 / call.scale
+
+
+_VALUES: dict[str, Callable[[Call], None]] = {
+    "overflow_spike": _overflow_spike,
+    "late_spike": _late_spike,
+    "very_low": _very_low,
+}
+
+
+# Layouts: each gives a tensor with the same elements in another place; what lies around them is NaN.
+
+
+def _holder(size: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((size,), float("nan"), dtype=like.dtype, device=like.device)
+
+
+def _strided(t: torch.Tensor) -> torch.Tensor:
+    """(batch, seqlen, heads, dim) in memory with gaps after every row and every sequence."""
+    batch, heads, seqlen, dim = t.shape
+    wide = (dim + 15) // 16 * 16 + 16
+    held = _holder(batch * (seqlen + 3) * heads * wide, t).view(batch, seqlen + 3, heads, wide)
+    out = held[:, :seqlen, :, :dim].transpose(1, 2)
+    return out.copy_(t)
+
+
+def _strided_last(t: torch.Tensor) -> torch.Tensor:
+    """The last dim has stride 2."""
+    batch, heads, seqlen, dim = t.shape
+    return _holder(t.numel() * 2, t).view(batch, heads, seqlen, dim, 2)[..., 0].copy_(t)
+
+
+def _misaligned(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from an odd storage offset: no 16-byte alignment."""
+    return _holder(t.numel() + 1, t)[1:].view(t.shape).copy_(t)
+
+
+def _expanded(t: torch.Tensor) -> torch.Tensor:
+    """The first batch entry for all, through a stride of 0."""
+    return t[:1].clone().expand(t.shape)
+
+
+def _far_offset(t: torch.Tensor) -> torch.Tensor:
+    """The second batch entry lies more than 2^31 elements after the first."""
+    batch, heads, seqlen, dim = t.shape
+    held = torch.empty(FAR + t[0].numel(), dtype=t.dtype, device=t.device)
+    strides = (FAR, seqlen * dim, dim, 1)
+    return held.as_strided((batch, heads, seqlen, dim), strides).copy_(t)
+
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "strided": _strided,
+    "strided_last": _strided_last,
+    "misaligned": _misaligned,
+    "expanded": _expanded,
+    "far_offset": _far_offset,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named input.
+
+    ``shape`` is (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v). ``loss`` says which outputs have a gradient
+    ("o", "lse" or "o+lse"). ``places`` names the tensors whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the
+    entry needs; 0 means that it runs anywhere.
+    """
+
+    name: str
+    kills: str
+    shape: tuple[int, int, int, int, int, int, int]
+    spec: Spec = Spec()
+    sm_scale: float | None = None
+    values: str = ""
+    layout: str = ""
+    places: str = "q k v do"
+    loss: str = "o"
+    gpu_gib: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name:<22} kills {self.kills}"
+
+    def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
+        """The call, drawn from ``seed`` in ``dtype``."""
+        call = random_call(
+            self.shape,
+            device=device,
+            dtype=dtype,
+            seed=seed + sum(map(ord, self.name)),
+            spec=self.spec,
+            sm_scale=self.sm_scale,
+            dlse="lse" in self.loss,
+        )
+        if self.values:
+            _VALUES[self.values](call)
+        if self.layout:
+            call = call.replace(**{name: _LAYOUTS[self.layout](getattr(call, name)) for name in self.places.split()})
+        return call if self.loss != "lse" else call.replace(do=None)
+
+
+GAUNTLET: tuple[Entry, ...] = (
+    Entry(
+        "ragged_full",
+        "a missing mask of the tail: Nk is no multiple of any tile, and every bottom-right causal input lets that live",
+        (2, 2, 2, 77, 139, 32, 32),
+    ),
+    Entry("ragged_causal_br", "a causal corner that ignores Nk - Nq, with more keys than queries", (1, 2, 2, 70, 131, 32, 32), causal()),
+    Entry(
+        "ragged_causal_tl",
+        "a causal corner that adds Nk - Nq where it must not; keys that no query sees",
+        (1, 2, 2, 70, 131, 32, 32),
+        causal("top_left"),
+    ),
+    Entry(
+        "thin_window",
+        "a window that is off by one; a first tile without any key; no guard for a running maximum of -inf",
+        (1, 2, 1, 150, 150, 16, 16),
+        window(5, 3),
+    ),
+    Entry("thin_window_causal", "a window that counts self; a lower bound that is only right without an upper", (1, 1, 1, 130, 171, 16, 16), window(4, 0)),
+    Entry("self_only", "a window of (0, 0) that sees more than self: o must be v, and dq must be 0", (1, 1, 1, 70, 70, 16, 16), window(0, 0)),
+    Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
+    Entry(
+        "empty_rows",
+        "a finite fill of masked scores (the mean of v in rows without keys); NaN there; gradients there, also of lse",
+        (1, 2, 1, 141, 66, 32, 32),
+        causal(),
+        loss="o+lse",
+    ),
+    Entry("empty_tail", "the same at the other end: the last queries see nothing", (1, 1, 1, 150, 70, 32, 16), window(4, None, "top_left"), loss="o+lse"),
+    Entry("empty_window", "an empty window taken for no window; memory that nobody writes when no tile is visited", (1, 2, 2, 70, 70, 16, 16), window(-1, 0), loss="o+lse"),
+    Entry("overflow_spike", "the maximum of a block in place of the running one: 2^127 overflows", (1, 2, 2, 70, 140, 32, 32), values="overflow_spike"),
+    Entry("late_spike", "an accumulator or a sum that is not multiplied by alpha", (1, 2, 2, 70, 137, 32, 32), values="late_spike"),
+    Entry("very_low", "padded keys that score 0 where every real score is below -128", (1, 2, 2, 70, 139, 32, 32), values="very_low"),
+    Entry("odd_scale", "a lost scale, in o, dq or dk; base e beside base two", (1, 2, 2, 70, 100, 32, 32), sm_scale=0.37),
+    Entry("negative_scale", "a maximum that is taken before a negative scale", (1, 2, 2, 70, 100, 32, 32), causal(), sm_scale=-0.29),
+    Entry("zero_scale", "0 * inf in the mask or the maximum; a default in place of 0", (1, 2, 2, 70, 100, 32, 32), causal(), sm_scale=0.0),
+    Entry("gqa", "a group that is not summed into dk and dv, averaged, or read in the wrong order", (2, 6, 2, 66, 70, 16, 16), causal()),
+    Entry("mqa", "the same with one key head", (2, 5, 1, 66, 70, 16, 16)),
+    Entry("odd_head_dims", "columns beyond head_dim; head_dim_v that is taken for head_dim; a key block read transposed", (1, 2, 1, 67, 70, 20, 50), causal()),
+    Entry("one_query", "a row 0 at the wrong position in decoding", (2, 4, 2, 1, 133, 32, 32), causal()),
+    Entry("one_key", "rounding up to a tile that is all padding", (2, 2, 2, 67, 1, 16, 16)),
+    Entry("lse_loss", "a dlse that is ignored or has the wrong sign", (1, 2, 1, 70, 100, 32, 32), causal(), loss="o+lse"),
+    Entry("lse_only", "a do that must be there; dv must be exactly 0", (1, 2, 1, 70, 100, 16, 16), loss="lse"),
+    Entry("zero_len_k", "a crash or an unwritten output where there are no keys", (2, 2, 1, 5, 0, 16, 16), causal(), loss="o+lse"),
+    Entry("zero_len_q", "a crash or unwritten gradients where there are no queries", (2, 2, 1, 0, 67, 16, 32), causal("top_left"), loss="o+lse"),
+    Entry("zero_batch", "a launch with an empty grid", (0, 2, 1, 5, 7, 16, 16), loss="o+lse"),
+    Entry("strided", "addresses that assume a contiguous tensor; what lies in the gaps is NaN", (2, 2, 2, 67, 83, 24, 40), causal(), layout="strided"),
+    Entry("strided_v", "strides of k used for v; a last dim that is taken for contiguous", (1, 2, 1, 66, 70, 16, 32), layout="strided_last", places="v"),
+    Entry("strided_last", "a last dim that is taken for contiguous, in all tensors", (1, 2, 1, 66, 70, 16, 16), causal(), layout="strided_last"),
+    Entry("expanded", "strides of 0", (3, 2, 1, 66, 70, 16, 16), layout="expanded", places="k v do"),
+    Entry("misaligned", "a descriptor on memory that is not aligned to 16 bytes", (1, 2, 1, 66, 70, 16, 16), causal(), layout="misaligned"),
+    Entry("poison", "outputs and scratch that are never written: queries and keys beyond both ends of the window", (1, 2, 1, 140, 75, 16, 16), Spec(upper=-20, lower=30)),
+    Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
+)  # fmt: skip
+
+_BY_NAME = {e.name: e for e in GAUNTLET}
+
+
+def entry(name: str) -> Entry:
+    """The entry of this name."""
+    return _BY_NAME[name]
+
+
+def run(
+    entry: Entry,
+    backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[Result]:
+    """Judge one backend (or a function, see ``calls.evaluate``) on one entry, with every allocation poisoned: o, lse, dq, dk, dv."""
+    call = entry.build(device, dtype, seed)
+    with poison():
+        got = evaluate(call, backend)
+    return Yardstick(call).judge(got, entry.name)
