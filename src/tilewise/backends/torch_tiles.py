@@ -1,7 +1,7 @@
 """Tiles in plain PyTorch: K and V stream past a resident Q tile, so the score matrix never exists. The CPU's default.
 
-Invariant of the forward loop, per query row: ``m_i`` is the maximum of the visited scores (base two: ``s2 = scale log2(e) q k^T``),
-``l_i = sum exp2(s2 - m_i)``, ``acc = sum exp2(s2 - m_i) v``. A row that has seen no key has ``m_i = -inf``, ``l_i = 0``, ``acc = 0``.
+Invariant of the forward loop, per query row: ``m_i`` is the maximum of the visited scores (in base two, ``s2 = scale log2(e)
+q k^T``), ``l_i = sum exp2(s2 - m_i)``, ``acc = sum exp2(s2 - m_i) v``. A row that has seen no key has ``m_i = -inf`` and zeros.
 
 A tile holds several heads at once, so that one batched product fills all cores; the query heads that share a key head lie as
 rows below one another, so K and V are never repeated. Scores and sums are float32 for float16, bfloat16 and float32 inputs and
@@ -63,8 +63,13 @@ def tile_sizes(problem: Problem) -> Sizes:
     rows, width = group * block_m, p.head_dim + p.head_dim_v
     heads = max(1, TILE_ELEMENTS // (rows * block_n + (rows + block_n) * width))
     if heads >= p.heads_kv:
-        return Sizes(min(p.batch, heads // p.heads_kv), p.heads_kv, group, block_m, block_n)
-    return Sizes(1, heads, group, block_m, block_n)
+        return Sizes(_even_part(p.batch, heads // p.heads_kv), p.heads_kv, group, block_m, block_n)
+    return Sizes(1, _even_part(p.heads_kv, heads), group, block_m, block_n)
+
+
+def _even_part(total: int, most: int) -> int:
+    """The size of the fewest parts of at most ``most``, made as equal as they can be: 8 by at most 5 is 4 and 4."""
+    return -(-total // -(-total // most))
 
 
 def _reduced_precision(device: torch.device) -> str:
