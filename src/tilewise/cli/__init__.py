@@ -33,7 +33,7 @@ exit status: 0 success, 1 a check failed or a package is missing, 2 bad argument
 class _Version(argparse.Action):
     """``--version``: ours, PyTorch's and Triton's, which a bug report needs."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         import torch
 
         from .. import __version__

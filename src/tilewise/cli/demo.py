@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     case = plan.case
     problem = Problem.parse(
-        f"dtype={case.dtype} heads={case.heads_q}/{case.heads_kv} seqlen={case.seqlen} head_dim={case.head_dim} mask=causal grad=qkv",
+        f"dtype={case.dtype} heads={case.heads_q}/{case.heads_kv} seqlen={case.seqlen} head_dim={case.head_dim} "
+        "mask=causal grad=qkv",
         arch_of(torch.device(case.device)),
     )
     backend = choose(problem, args.backend).backend
@@ -180,10 +181,11 @@ def _long_sequence(case: Case, problem: Problem) -> list[Any]:
     fits = {c.seqlen: longseq.dense_bytes(c) < 0.8 * free for c in cases}
     providers = longseq.PROVIDERS if fits[case.seqlen] else longseq.PROVIDERS[:1]
     if len(providers) == 1:
-        need = human_bytes(longseq.dense_bytes(case))
-        _say(f"   Materialised scores would need about {need}, and {human_bytes(free)} are free: measured on shorter sequences only.")
+        need, there = human_bytes(longseq.dense_bytes(case)), human_bytes(free)
+        _say(f"   Materialised scores would need about {need}, and {there} are free: they run on shorter sequences only.")
 
-    runs = [(p, c, backward) for p in longseq.PROVIDERS for c in cases for backward in (False, True) if p == "tilewise" or fits[c.seqlen]]
+    both = [(p, c) for p in longseq.PROVIDERS for c in cases if p == "tilewise" or fits[c.seqlen]]
+    runs = [(p, c, backward) for p, c in both for backward in (False, True)]
     peaks: dict[tuple[str, int, bool], int] = {}
     with _bar(len(runs), "peak memory", "run") as bar:
         for (provider, c, backward), size in zip(runs, longseq.memory(runs), strict=True):

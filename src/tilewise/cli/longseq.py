@@ -126,7 +126,7 @@ def errors(case: Case, providers: tuple[str, ...], on_chunk: Callable[[], None],
             with torch.no_grad():
                 results[provider]["lse"] = tilewise.attention(q, k, v, causal=True, backend=case.backend, return_lse=True)[1]
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    worst: dict[str, dict[str, float]] = {provider: {name: 0.0 for name in found} for provider, found in results.items()}
+    worst: dict[str, dict[str, float]] = {provider: dict.fromkeys(found, 0.0) for provider, found in results.items()}
 
     def compare(name: str, exact: torch.Tensor, rows: slice) -> None:
         for provider, found in results.items():

@@ -69,7 +69,8 @@ def demo_picture(
     left.set(xlabel="training step", ylabel="training loss (bits per byte)", xlim=(1, max(2, len(a))))
     left.set_title("Same seed, two attentions: the loss curves fall together", fontsize=11)
     left.grid(alpha=0.25)
-    left.legend(frameon=False, loc="upper right", title=f"largest difference {largest_difference / bit:.1e} bits", alignment="right")
+    gap = f"largest difference {largest_difference / bit:.1e} bits"
+    left.legend(frameon=False, loc="upper right", title=gap, alignment="right")
 
     for line, colour, marker, growth in zip(lines, (_TILES, _DENSE), "os", (1, 2), strict=True):
         if not line.points:
