@@ -8,22 +8,35 @@ import torch
 
 from .errors import InvalidInput
 from .ops import attention_op
-from .problem import Problem, grad_letters
+from .problem import Problem, check_kinds, check_precision, check_scale, grad_letters
 from .select import table
 from .spec import Spec, spec_of
 
 __all__ = ["attention", "explain"]
 
 
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str | None, spec: Spec | None) -> Spec:
     if spec is None:
-        return spec_of(causal, tuple(window) if isinstance(window, list) else window, align)
+        return spec_of(causal, window, align)
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec or None, got {type(spec).__name__}: build one with tilewise.causal().")
     given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
+
+
+def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as autocast wants them: cast to its dtype if it is on for q's device, except float64."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (t.to(dtype) if t.dtype in _AUTOCAST_DTYPES else t for t in (q, k, v))
+    return q, k, v
 
 
 @overload
@@ -121,9 +134,12 @@ def attention(
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
         raise InvalidInput(f"return_lse must be True or False, got {return_lse!r} of type {type(return_lse).__name__}.")
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    # The dispatcher would turn a bool or a tensor into a float in silence, and refuse other kinds of tensors in words of its own.
+    check_kinds(q, k, v)
+    check_scale(sm_scale, 1)
+    if precision is not None:
+        check_precision(precision, "float32")
+    q, k, v = _autocast(q, k, v)
     o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend)
     return (o, lse) if return_lse else o
 
@@ -144,11 +160,14 @@ def explain(
 
     The first line is the problem string, which ``tilewise explain`` reads on the command line.
     """
+    mask = _spec(causal, window, align, spec)
+    check_kinds(q, k, v)
+    q, k, v = _autocast(q, k, v)
     problem = Problem.bind(
         q,
         k,
         v,
-        _spec(causal, window, align, spec),
+        mask,
         sm_scale,
         precision,
         grad_letters(q.requires_grad, k.requires_grad, v.requires_grad),

@@ -1,8 +1,11 @@
-"""The two registered operators, their fake kernels, and the autograd function above them.
+"""The two registered operators, their fake kernels, their batching rules, and the gradient.
 
 The operators have fixed arity; the spec crosses as its string and gradients that nobody asked for come back with no elements.
-A Python ``autograd.Function`` stands above them (not ``register_autograd``) because that one gives forward-mode derivatives of
-zero in silence; this one refuses them, and a second derivative, with a clear error.
+
+In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. Compiled and
+exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code
+does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
+derivatives, are refused with a clear error.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from typing import Any
 import torch
 
 from .backends import module_of
-from .errors import BackendRefused, InvalidInput
-from .problem import Problem, check_tensors, grad_letters
-from .select import choose
+from .errors import AttentionError, BackendBroken, BackendRefused
+from .problem import Problem, check_kinds, check_precision, check_scale, check_tensors, dtype_name, grad_letters
+from .select import capability, choose
 from .spec import Spec
 
 __all__ = ["attention_op"]
@@ -29,12 +32,19 @@ _LIB.define(
     " float? sm_scale, str? precision, str backend, str grad) -> (Tensor, Tensor, Tensor)"
 )
 _DEVICES = ("CPU", "CUDA", "XPU")
+_FORWARD = torch.ops.tilewise.attention_forward
+_BACKWARD = torch.ops.tilewise.attention_backward
+
+# Real and fake kernels allocate through the same three functions, so their shapes, dtypes and strides agree.
 
 
 def _like(t: torch.Tensor, heads: int, last: int) -> torch.Tensor:
-    """An empty tensor (batch, heads, seqlen, last) in the memory order of ``t``: its heads stay inside its rows if they were."""
-    batch, _, seqlen, _ = t.shape
-    if t.stride(1) < t.stride(2):
+    """An empty tensor (batch, heads, seqlen, last) in the memory order of ``t``: its heads stay inside its rows if they were.
+
+    The stride of a dim of size 1 means nothing and may differ between a traced and a real tensor, so it has no say.
+    """
+    batch, inner, seqlen, _ = t.shape
+    if inner > 1 and seqlen > 1 and t.stride(1) < t.stride(2):
         return t.new_empty((batch, seqlen, heads, last)).transpose(1, 2)
     return t.new_empty((batch, heads, seqlen, last))
 
@@ -49,13 +59,36 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: st
     return tuple(_like(t, t.shape[1], t.shape[3]) if n in grad else t.new_empty((0,)) for n, t in named)
 
 
+def _run(backend: str, problem: Problem, direction: str, *tensors: torch.Tensor | None) -> None:
+    """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
+    work = getattr(module_of(backend), direction)
+    device = tensors[0].device.type  # type: ignore[union-attr]
+    try:
+        if _autocasts(device):
+            with torch.autocast(device, enabled=False):
+                work(problem, *tensors)
+        else:
+            work(problem, *tensors)
+    except (AttentionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BackendBroken(
+            f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
+            f"Problem: {problem}"
+        ) from error
+
+
+def _autocasts(device: str) -> bool:
+    return device in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device)
+
+
 def _forward(q, k, v, spec, sm_scale, precision, backend, grad):
     problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad)
     choice = choose(problem, backend)
     o, lse = _empty_outputs(q, v)
     if problem.is_empty:
         return o.zero_(), lse.fill_(float("-inf"))
-    module_of(choice.backend).forward(problem, q, k, v, o, lse)
+    _run(choice.backend, problem, "forward", q, k, v, o, lse)
     return o, lse
 
 
@@ -68,7 +101,7 @@ def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, gra
     if problem.is_empty:
         return tuple(t.zero_() for t in grads)
     wanted = (t if name in grad else None for name, t in zip("qkv", grads, strict=True))
-    module_of(choice.backend).backward(problem, do, dlse, q, k, v, o, lse, *wanted)
+    _run(choice.backend, problem, "backward", do, dlse, q, k, v, o, lse, *wanted)
     return grads
 
 
@@ -80,6 +113,9 @@ for _device in _DEVICES:
 @torch.library.register_fake("tilewise::attention_forward", lib=_LIB)
 def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad):
     check_tensors(q, k, v)
+    check_precision(precision, dtype_name(q.dtype))
+    if backend != "auto":
+        capability(backend)
     return _empty_outputs(q, v)
 
 
@@ -88,11 +124,45 @@ def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend
     return _empty_gradients(q, k, v, grad)
 
 
+def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+    """The batched dim of ``t`` (``None``: it is the same for all) folded into its first dim."""
+    if t is None:
+        return None
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return t.flatten(0, 1)
+
+
+def _vmap_rule(op: Any, tensors: int) -> Any:
+    """The batching rule of an operator whose first arguments are tensors that all begin with the batch dim."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size = info.batch_size
+        folded = (_folded(t, dim, size) for t, dim in zip(args[:tensors], in_dims[:tensors], strict=True))
+        outputs = op(*folded, *args[tensors:])
+        # A gradient that nobody asked for has one dim and no elements: it has no batch to unfold.
+        batched = [t.dim() > 1 for t in outputs]
+        unfolded = (t.unflatten(0, (size, t.shape[0] // size)) if b else t for t, b in zip(outputs, batched, strict=True))
+        return tuple(unfolded), tuple(0 if b else None for b in batched)
+
+    return rule
+
+
+torch.library.register_vmap("tilewise::attention_forward", _vmap_rule(_FORWARD, 3), lib=_LIB)
+torch.library.register_vmap("tilewise::attention_backward", _vmap_rule(_BACKWARD, 7), lib=_LIB)
+
+
 def _refuse_derivative(what: str) -> BackendRefused:
     return BackendRefused(
-        f"tilewise.attention has no {what}: it would be silently wrong, so it is refused. "
+        f"tilewise.attention has no {what}, and none is better than a wrong one. "
         "Use torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need one."
     )
+
+
+def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
+    if torch.autograd.forward_ad._current_level < 0:
+        return
+    if any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise _refuse_derivative("forward-mode derivative (jvp)")
 
 
 class _Backward(torch.autograd.Function):
@@ -100,15 +170,12 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        return torch.ops.tilewise.attention_backward(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _BACKWARD(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise _refuse_derivative("second derivative (backward of the backward pass)")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_derivative("forward-mode derivative of its backward pass")
 
 
 class _BackwardFunctorch(torch.autograd.Function):
@@ -118,27 +185,35 @@ class _BackwardFunctorch(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return torch.ops.tilewise.attention_backward(*args)
+        return _BACKWARD(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     backward = _Backward.backward
-    jvp = _Backward.jvp
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _refuse_derivative("forward-mode derivative of its backward pass")
 
 
-def _backward_of(function: type, ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+def _backward_autograd(*args: Any) -> Any:
+    """The backward operator where autograd may be recording."""
+    _refuse_tangents(*args[:7])
+    if torch.is_grad_enabled():
+        return _Backward.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _BACKWARD(*args)
+
+
+def _backward_of(op: Any, ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
     q, k, v, o, lse = ctx.saved_tensors
     spec, sm_scale, precision, backend = ctx.arguments
     grad = grad_letters(*ctx.needs_input_grad[:3])
     if (do is None and dlse is None) or not grad:
         return (None,) * 8
-    args = (do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad)
-    if function is _Backward and not torch.is_grad_enabled():
-        grads = torch.ops.tilewise.attention_backward(*args)
-    else:
-        grads = function.apply(*args)
+    grads = op(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad)
     return (*(g if name in grad else None for name, g in zip("qkv", grads, strict=True)), *(None,) * 5)
 
 
@@ -147,7 +222,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
-        o, lse = torch.ops.tilewise.attention_forward(q, k, v, spec, sm_scale, precision, backend, grad)
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse = _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.arguments = (spec, sm_scale, precision, backend)
         ctx.set_materialize_grads(False)
@@ -155,11 +231,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return _backward_of(_Backward, ctx, do, dlse)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_derivative("forward-mode derivative (jvp)")
+        return _backward_of(_backward_autograd, ctx, do, dlse)
 
 
 class _AttentionFunctorch(torch.autograd.Function):
@@ -169,7 +241,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
-        return torch.ops.tilewise.attention_forward(q, k, v, spec, sm_scale, precision, backend, grad)
+        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -180,29 +252,35 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return _backward_of(_BackwardFunctorch, ctx, do, dlse)
+        return _backward_of(_BackwardFunctorch.apply, ctx, do, dlse)
 
-    jvp = _Attention.jvp
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _refuse_derivative("forward-mode derivative (jvp)")
 
 
-def _has_tangent(*tensors: torch.Tensor) -> bool:
-    if torch.autograd.forward_ad._current_level < 0:
-        return False
-    return any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad):
+    """The forward operator where autograd may be recording. ``grad`` is found anew: a graph's may be older than its inputs."""
+    _refuse_tangents(q, k, v)
+    needs = torch.is_grad_enabled()
+    grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
+    if grad:
+        return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+
+
+_LIB.impl("attention_forward", _forward_autograd, "Autograd")
+_LIB.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def attention_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o, lse)``, differentiable where an input needs it."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor of shape (batch, heads, seqlen, head_dim), got {type(t).__name__}.")
+    """``(o, lse)``, differentiable where an input needs it. The tensors have passed ``check_kinds``."""
     args = (q, k, v, spec, sm_scale, precision, backend)
     if torch._C._are_functorch_transforms_active():
         return _AttentionFunctorch.apply(*args, "qkv")  # type: ignore[return-value]
-    needs = torch.is_grad_enabled()
-    grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
-    if not grad and not _has_tangent(q, k, v):
-        return torch.ops.tilewise.attention_forward(*args, "")
-    return _Attention.apply(*args, grad)  # type: ignore[return-value]
+    if torch.compiler.is_compiling():
+        return _FORWARD(*args, "")
+    return _forward_autograd(*args, "")  # type: ignore[return-value]

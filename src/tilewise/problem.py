@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_LEN = 2**30
+_MAX_SCALE = sys.float_info.max
 _LAYOUT = "(batch, heads, seqlen, head_dim)"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -119,7 +120,7 @@ class Problem:
             InvalidInput: the call has no meaning; the message names the argument, what came, what is expected.
         """
         check_tensors(q, k, v)
-        dtype = _dtype_name(q.dtype)
+        dtype = dtype_name(q.dtype)
         check_precision(precision, dtype)
         return cls(
             spec=spec,
@@ -265,29 +266,42 @@ def check_scale(sm_scale: float | None, head_dim: int) -> float:
             f"sm_scale must be a number or None (for head_dim ** -0.5), got {sm_scale!r} of type {type(sm_scale).__name__}. "
             "A scale that is a tensor would need a gradient and a copy from the device: multiply q by it instead."
         )
-    if not math.isfinite(sm_scale):
+    if not -_MAX_SCALE <= sm_scale <= _MAX_SCALE:  # false for NaN too
         raise InvalidInput(f"sm_scale is {sm_scale}, expected a finite number.")
     return float(sm_scale)
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidInput unless q, k and v can meet in one attention."""
-    named = (("q", q), ("k", k), ("v", v))
-    for name, t in named:
+def check_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidInput unless q, k and v are dense tensors: what must be known before the dispatcher sees them."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise InvalidInput(f"{name} must be a torch.Tensor of shape {_LAYOUT}, got {type(t).__name__}.")
+        if t.is_nested:
+            raise InvalidInput(
+                f"{name} is a nested tensor, expected a dense one of shape {_LAYOUT}: call {name}.to_padded_tensor(0.0), "
+                "or attend to its parts one by one."
+            )
         if t.layout != torch.strided:
             raise InvalidInput(f"{name} has layout {t.layout}, expected a dense (strided) tensor: call {name}.to_dense().")
+        if t.is_quantized:
+            raise InvalidInput(f"{name} is quantized ({t.dtype}), expected one of {', '.join(DTYPES)}: call {name}.dequantize().")
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidInput unless q, k and v can meet in one attention."""
+    check_kinds(q, k, v)
+    named = (("q", q), ("k", k), ("v", v))
+    for name, t in named:
         if t.dim() != 4:
             hint = " Add the missing dims with unsqueeze." if t.dim() < 4 else ""
             raise InvalidInput(f"{name} has {t.dim()} dims, expected 4: {_LAYOUT}. Got shape {tuple(t.shape)}.{hint}")
     for name, t in named:
-        if _dtype_name(t.dtype) not in DTYPES:
-            raise InvalidInput(f"{name} has dtype {_dtype_name(t.dtype)}, expected one of {', '.join(DTYPES)}: cast it first.")
+        if dtype_name(t.dtype) not in DTYPES:
+            raise InvalidInput(f"{name} has dtype {dtype_name(t.dtype)}, expected one of {', '.join(DTYPES)}: cast it first.")
     for name, t in named[1:]:
         if t.dtype != q.dtype:
             raise InvalidInput(
-                f"{name} has dtype {_dtype_name(t.dtype)} but q has {_dtype_name(q.dtype)}: q, k and v must share one dtype. "
+                f"{name} has dtype {dtype_name(t.dtype)} but q has {dtype_name(q.dtype)}: q, k and v must share one dtype. "
                 f"Cast with {name}.to(q.dtype), or run under torch.autocast."
             )
         if t.device != q.device:

@@ -62,8 +62,7 @@ def reference(
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    with torch.no_grad():
-        o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
+    o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
     o.copy_(o64)
     lse.copy_(lse64)
 
@@ -82,13 +81,25 @@ def backward(
     dv: torch.Tensor | None,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
-    with torch.enable_grad():
-        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        o64, lse64 = reference(*leaves, problem.spec, problem.sm_scale)
-        loss = (o64 * do.double()).sum()
-        if dlse is not None:
-            loss = loss + torch.where(lse64 == float("-inf"), 0.0, lse64 * dlse.double()).sum()
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    for out, grad in zip((dq, dk, dv), grads, strict=True):
-        if out is not None:
-            out.copy_(grad if grad is not None else torch.zeros_like(out))
+    p = problem
+    q64, k64, v64, do64 = (t.double() for t in (q, k, v, do))
+    k64, v64 = (t.repeat_interleave(p.group, dim=1) for t in (k64, v64))
+    o64, lse64 = reference(q, k, v, p.spec, p.sm_scale)
+    ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)
+    # A row with lse = -inf has no True in its mask; its pivot only has to be finite.
+    pivot = lse64.masked_fill(lse64 == float("-inf"), 0.0)[..., None]
+    probs = torch.exp((q64 @ k64.transpose(-1, -2) * p.sm_scale - pivot).masked_fill(~ok, float("-inf")))
+    delta = (do64 * o64).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.double()
+    ds = probs * (do64 @ v64.transpose(-1, -2) - delta[..., None]) * p.sm_scale
+
+    def grouped(t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(1, (p.heads_kv, p.group)).sum(2)
+
+    if dq is not None:
+        dq.copy_(ds @ k64)
+    if dk is not None:
+        dk.copy_(grouped(ds.transpose(-1, -2) @ q64))
+    if dv is not None:
+        dv.copy_(grouped(probs.transpose(-1, -2) @ do64))

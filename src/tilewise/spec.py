@@ -138,22 +138,19 @@ def window(left: int | None = None, right: int | None = None, align: str = "bott
     return Spec(upper=right, lower=left, align=align)
 
 
-@functools.lru_cache(maxsize=1024)
 def spec_of(causal_flag: bool, window_pair: tuple[int | None, int | None] | None, align: str | None) -> Spec:
     """The spec of the keyword arguments ``causal``, ``window`` and ``align`` of the public functions."""
     if not isinstance(causal_flag, bool):
         raise InvalidInput(f"causal must be True or False, got {causal_flag!r} of type {type(causal_flag).__name__}.")
     corner = "bottom_right" if align is None else align
-    spec = Spec(align=corner)
-    if corner not in ALIGNMENTS:
+    if not isinstance(corner, str) or corner not in ALIGNMENTS:
         raise InvalidInput(f"align is {corner!r}, expected one of {', '.join(map(repr, ALIGNMENTS))}.")
-    if causal_flag:
-        spec = spec & causal(corner)
-    if window_pair is not None:
-        if not isinstance(window_pair, tuple) or len(window_pair) != 2:
-            raise InvalidInput(
-                f"window must be a pair (left, right) of ints or None, got {window_pair!r}. "
-                "window=(1023, 0) keeps 1,023 keys before self, and self."
-            )
-        spec = spec & window(*window_pair, align=corner)
-    return spec
+    if window_pair is None:
+        return Spec(upper=0, align=corner) if causal_flag else Spec()
+    if not isinstance(window_pair, tuple | list) or len(window_pair) != 2:
+        raise InvalidInput(
+            f"window must be a pair (left, right) of ints or None, got {window_pair!r}. "
+            "window=(1023, 0) keeps 1,023 keys before self, and self."
+        )
+    spec = window(*window_pair, align=corner)
+    return spec & causal(corner) if causal_flag else spec
