@@ -69,8 +69,12 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
 
 
 def splits_dkdv(problem: Problem) -> bool:
-    """Must dk and dv be made by two passes? Beyond 128 columns their two float32 accumulators do not fit the registers."""
-    return max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128
+    """Must dk and dv be made by two passes? Beyond 128 columns their two float32 accumulators do not fit the registers.
+
+    Beyond 64 for float32 inputs, whose operands take registers twice over.
+    """
+    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    return wide > (64 if problem.itemsize > 2 else 128)
 
 
 def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
@@ -97,6 +101,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
     warps = 8 if wide >= 128 else 4
     if problem.arch.kind == "hip":
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
+        ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
         ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif pass_ == "fwd":

@@ -1,14 +1,21 @@
 """Compile kernels for a GPU that is not there, and read from the result what the compiler made of them.
 
 Everything goes through the launches of the backend itself: the same arguments, specialisation and options as on a real device. A
-driver that only knows a target stands in for the real one, so use this in a process of its own, with TRITON_INTERPRET unset.
+driver that only knows a target stands in for the real one, so use this in a process of its own, with TRITON_INTERPRET unset:
+
+    python -m tilewise.testing.compile_only sm_90 "heads=16 seqlen=4096 head_dim=128 mask=causal"
+
+prints one JSON line for each kernel. Problem strings are those of ``Problem.parse``; the architecture is added to them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -201,3 +208,22 @@ def _loop_length(sass: str) -> int:
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
     lengths = [b - a + 1 for a, b in inner if any(re.search(r"MMA\b", code) for code, _ in lines[a : b + 1])]
     return max(lengths, default=0)
+
+
+def main(arguments: list[str]) -> int:
+    """``ARCH PROBLEM...``: compile every kernel of each problem; one JSON line each."""
+    if len(arguments) < 2 or arguments[0] not in ARCHS:
+        print(f"usage: python -m tilewise.testing.compile_only ARCH PROBLEM...  (ARCH: {', '.join(sorted(ARCHS))})", file=sys.stderr)
+        return 2
+    arch, *texts = arguments
+    use_target(arch)
+    for text in texts:
+        for report in compile_problem(Problem.parse(f"{text} arch={arch}")):
+            print(json.dumps({"problem": text, **dataclasses.asdict(report)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # past the compiler's own complaints at exit
