@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +20,11 @@ from .providers import Tunable
 
 __all__ = ["CONFIGS", "Seed"]
 
+Config = tuple[int, int, int, int]
 LOG2_E = 1.4426950408889634
 # (BLOCK_M, BLOCK_N, num_stages, num_warps)
-CONFIGS = [c for c in itertools.product((64, 128), (64, 128), (2, 3, 4), (4, 8)) if c[0] == 128 or c[3] == 4]
+CONFIGS: list[Config] = [c for c in itertools.product((64, 128), (64, 128), (2, 3, 4), (4, 8)) if c[0] == 128 or c[3] == 4]
+_fastest: dict[Case, Config] = {}  # one search for each case of a process
 
 
 @triton.jit
@@ -71,8 +74,6 @@ def _seed_kernel(
 class Seed(Tunable):
     """The kernel on one case."""
 
-    _best: dict[Case, tuple[int, int, int, int]] = {}  # noqa: RUF012 (one search a process and case, on purpose)
-
     def __init__(self, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         square = (case.heads_q, case.seqlen_q, case.head_dim) == (case.heads_kv, case.seqlen_k, case.head_dim_v)
         if not square or case.seqlen_q % 128 or case.head_dim not in (16, 32, 64, 128, 256):
@@ -80,7 +81,7 @@ class Seed(Tunable):
         self.case, self.inputs = case, (q, k, v)
         self.configs = [c for c in CONFIGS if not case.causal or c[0] >= c[1]]
 
-    def _launch(self, config: tuple[int, int, int, int], warmup: bool = False) -> torch.Tensor:
+    def _launch(self, config: Config, warmup: bool = False) -> torch.Tensor:
         block_m, block_n, num_stages, num_warps = config
         case, (q, k, v) = self.case, self.inputs
         o = torch.empty_like(q)
@@ -109,18 +110,20 @@ class Seed(Tunable):
 
     def tune(self) -> None:
         """Time every config that fits the device and keep the fastest."""
-        if self.case in self._best:
+        if self.case in _fastest:
             return
-        times: dict[tuple[int, int, int, int], float] = {}
-        refusal: Exception | None = None
-        for config in self.configs:
-            try:
-                times[config] = triton.testing.do_bench(lambda c=config: self._launch(c), warmup=5, rep=20, return_mode="median")
-            except triton.runtime.errors.OutOfResources as error:
-                refusal = error
-        if not times:
-            raise NotImplementedError(f"no config of the seed kernel fits this device: {refusal}")
-        self._best[self.case] = min(times, key=lambda c: times[c])
+        times = {config: self._time(config) for config in self.configs}
+        best = min(times, key=lambda c: times[c])
+        if times[best] == float("inf"):
+            raise NotImplementedError("no config of the seed kernel fits this device")
+        _fastest[self.case] = best
+
+    def _time(self, config: Config) -> float:
+        try:
+            median: Any = triton.testing.do_bench(lambda: self._launch(config), warmup=5, rep=20, return_mode="median")
+        except triton.OutOfResources:
+            return float("inf")
+        return median
 
     def __call__(self) -> torch.Tensor:
-        return self._launch(self._best[self.case])
+        return self._launch(_fastest[self.case])
