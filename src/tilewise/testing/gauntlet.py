@@ -148,7 +148,12 @@ GAUNTLET: tuple[Entry, ...] = (
         "a missing mask of the tail: Nk is no multiple of any tile, and every bottom-right causal input lets that live",
         (2, 2, 2, 77, 139, 32, 32),
     ),
-    Entry("ragged_causal_br", "a causal corner that ignores Nk - Nq, with more keys than queries", (1, 2, 2, 70, 131, 32, 32), causal()),
+    Entry(
+        "ragged_causal_br",
+        "a causal corner that ignores Nk - Nq, with more keys than queries",
+        (1, 2, 2, 70, 131, 32, 32),
+        causal(),
+    ),
     Entry(
         "ragged_causal_tl",
         "a causal corner that adds Nk - Nq where it must not; keys that no query sees",
@@ -161,8 +166,18 @@ GAUNTLET: tuple[Entry, ...] = (
         (1, 2, 1, 150, 150, 16, 16),
         window(5, 3),
     ),
-    Entry("thin_window_causal", "a window that counts self; a lower bound that is only right without an upper", (1, 1, 1, 130, 171, 16, 16), window(4, 0)),
-    Entry("self_only", "a window of (0, 0) that sees more than self: o must be v, and dq must be 0", (1, 1, 1, 70, 70, 16, 16), window(0, 0)),
+    Entry(
+        "thin_window_causal",
+        "a window that counts self; a lower bound that is only right without an upper",
+        (1, 1, 1, 130, 171, 16, 16),
+        window(4, 0),
+    ),
+    Entry(
+        "self_only",
+        "a window of (0, 0) that sees more than self: o must be v, and dq must be 0",
+        (1, 1, 1, 70, 70, 16, 16),
+        window(0, 0),
+    ),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
         "empty_rows",
@@ -171,32 +186,104 @@ GAUNTLET: tuple[Entry, ...] = (
         causal(),
         loss="o+lse",
     ),
-    Entry("empty_tail", "the same at the other end: the last queries see nothing", (1, 1, 1, 150, 70, 32, 16), window(4, None, "top_left"), loss="o+lse"),
-    Entry("empty_window", "an empty window taken for no window; memory that nobody writes when no tile is visited", (1, 2, 2, 70, 70, 16, 16), window(-1, 0), loss="o+lse"),
-    Entry("overflow_spike", "the maximum of a block in place of the running one: 2^127 overflows", (1, 2, 2, 70, 140, 32, 32), values="overflow_spike"),
+    Entry(
+        "empty_tail",
+        "the same at the other end: the last queries see nothing",
+        (1, 1, 1, 150, 70, 32, 16),
+        window(4, None, "top_left"),
+        loss="o+lse",
+    ),
+    Entry(
+        "empty_window",
+        "an empty window taken for no window; memory that nobody writes when no tile is visited",
+        (1, 2, 2, 70, 70, 16, 16),
+        window(-1, 0),
+        loss="o+lse",
+    ),
+    Entry(
+        "overflow_spike",
+        "the maximum of a block in place of the running one: 2^127 overflows",
+        (1, 2, 2, 70, 140, 32, 32),
+        values="overflow_spike",
+    ),
     Entry("late_spike", "an accumulator or a sum that is not multiplied by alpha", (1, 2, 2, 70, 137, 32, 32), values="late_spike"),
-    Entry("very_low", "padded keys that score 0 where every real score is below -128", (1, 2, 2, 70, 139, 32, 32), values="very_low"),
+    Entry(
+        "very_low", "padded keys that score 0 where every real score is below -128", (1, 2, 2, 70, 139, 32, 32), values="very_low"
+    ),
     Entry("odd_scale", "a lost scale, in o, dq or dk; base e beside base two", (1, 2, 2, 70, 100, 32, 32), sm_scale=0.37),
-    Entry("negative_scale", "a maximum that is taken before a negative scale", (1, 2, 2, 70, 100, 32, 32), causal(), sm_scale=-0.29),
-    Entry("zero_scale", "0 * inf in the mask or the maximum; a default in place of 0", (1, 2, 2, 70, 100, 32, 32), causal(), sm_scale=0.0),
-    Entry("gqa", "a group that is not summed into dk and dv, averaged, or read in the wrong order", (2, 6, 2, 66, 70, 16, 16), causal()),
+    Entry(
+        "negative_scale", "a maximum that is taken before a negative scale", (1, 2, 2, 70, 100, 32, 32), causal(), sm_scale=-0.29
+    ),
+    Entry(
+        "zero_scale",
+        "0 * inf in the mask or the maximum; a default in place of 0",
+        (1, 2, 2, 70, 100, 32, 32),
+        causal(),
+        sm_scale=0.0,
+    ),
+    Entry(
+        "gqa",
+        "a group that is not summed into dk and dv, averaged, or read in the wrong order",
+        (2, 6, 2, 66, 70, 16, 16),
+        causal(),
+    ),
     Entry("mqa", "the same with one key head", (2, 5, 1, 66, 70, 16, 16)),
-    Entry("odd_head_dims", "columns beyond head_dim; head_dim_v that is taken for head_dim; a key block read transposed", (1, 2, 1, 67, 70, 20, 50), causal()),
+    Entry(
+        "odd_head_dims",
+        "columns beyond head_dim; head_dim_v that is taken for head_dim; a key block read transposed",
+        (1, 2, 1, 67, 70, 20, 50),
+        causal(),
+    ),
     Entry("one_query", "a row 0 at the wrong position in decoding", (2, 4, 2, 1, 133, 32, 32), causal()),
     Entry("one_key", "rounding up to a tile that is all padding", (2, 2, 2, 67, 1, 16, 16)),
     Entry("lse_loss", "a dlse that is ignored or has the wrong sign", (1, 2, 1, 70, 100, 32, 32), causal(), loss="o+lse"),
     Entry("lse_only", "a do that must be there; dv must be exactly 0", (1, 2, 1, 70, 100, 16, 16), loss="lse"),
     Entry("zero_len_k", "a crash or an unwritten output where there are no keys", (2, 2, 1, 5, 0, 16, 16), causal(), loss="o+lse"),
-    Entry("zero_len_q", "a crash or unwritten gradients where there are no queries", (2, 2, 1, 0, 67, 16, 32), causal("top_left"), loss="o+lse"),
+    Entry(
+        "zero_len_q",
+        "a crash or unwritten gradients where there are no queries",
+        (2, 2, 1, 0, 67, 16, 32),
+        causal("top_left"),
+        loss="o+lse",
+    ),
     Entry("zero_batch", "a launch with an empty grid", (0, 2, 1, 5, 7, 16, 16), loss="o+lse"),
-    Entry("strided", "addresses that assume a contiguous tensor; what lies in the gaps is NaN", (2, 2, 2, 67, 83, 24, 40), causal(), layout="strided"),
-    Entry("strided_v", "strides of k used for v; a last dim that is taken for contiguous", (1, 2, 1, 66, 70, 16, 32), layout="strided_last", places="v"),
-    Entry("strided_last", "a last dim that is taken for contiguous, in all tensors", (1, 2, 1, 66, 70, 16, 16), causal(), layout="strided_last"),
+    Entry(
+        "strided",
+        "addresses that assume a contiguous tensor; what lies in the gaps is NaN",
+        (2, 2, 2, 67, 83, 24, 40),
+        causal(),
+        layout="strided",
+    ),
+    Entry(
+        "strided_v",
+        "strides of k used for v; a last dim that is taken for contiguous",
+        (1, 2, 1, 66, 70, 16, 32),
+        layout="strided_last",
+        places="v",
+    ),
+    Entry(
+        "strided_last",
+        "a last dim that is taken for contiguous, in all tensors",
+        (1, 2, 1, 66, 70, 16, 16),
+        causal(),
+        layout="strided_last",
+    ),
     Entry("expanded", "strides of 0", (3, 2, 1, 66, 70, 16, 16), layout="expanded", places="k v do"),
-    Entry("misaligned", "a descriptor on memory that is not aligned to 16 bytes", (1, 2, 1, 66, 70, 16, 16), causal(), layout="misaligned"),
-    Entry("poison", "outputs and scratch that are never written: queries and keys beyond both ends of the window", (1, 2, 1, 140, 75, 16, 16), Spec(upper=-20, lower=30)),
+    Entry(
+        "misaligned",
+        "a descriptor on memory that is not aligned to 16 bytes",
+        (1, 2, 1, 66, 70, 16, 16),
+        causal(),
+        layout="misaligned",
+    ),
+    Entry(
+        "poison",
+        "outputs and scratch that are never written: queries and keys beyond both ends of the window",
+        (1, 2, 1, 140, 75, 16, 16),
+        Spec(upper=-20, lower=30),
+    ),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
-)  # fmt: skip
+)
 
 _BY_NAME = {e.name: e for e in GAUNTLET}
 
@@ -213,7 +300,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> list[Result]:
-    """Judge one backend (or a function, see ``calls.evaluate``) on one entry, with every allocation poisoned: o, lse, dq, dk, dv."""
+    """Judge one backend (or a function, see ``calls.evaluate``) on one entry, every allocation poisoned: o, lse, dq, dk, dv."""
     call = entry.build(device, dtype, seed)
     with poison():
         got = evaluate(call, backend)

@@ -1,0 +1,230 @@
+"""``check``: the gauntlet, the cases and random problems, on every backend that this machine accepts, against float64."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..capabilities import CAPABILITIES, Capability, refuse
+from ..errors import InvalidInput
+from ..spec import ALIGNMENTS, Spec, causal
+from .calls import Call, evaluate, random_call
+from .cases import CASES, REJECTED, run_case, run_rejected
+from .gauntlet import GAUNTLET, run
+from .large import LARGE, all_configs, free_gib
+from .poison import poison
+from .tolerance import Result, Yardstick
+
+__all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256)
+HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
+_PASS = {"o": "forward", "lse": "forward", "dq": "backward", "dk": "backward", "dv": "backward"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: the output of a pass that comes nearest to its bound, or that failed.
+
+    ``seconds`` is the time of the whole job (all its passes). A row with ``skipped`` says which hardware was missing.
+    """
+
+    backend: str
+    dtype: str
+    name: str
+    pass_: str
+    output: str
+    error: float
+    bound: float
+    ok: bool
+    seconds: float
+    where: str = ""
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work on one backend; ``run`` gives the results, ``gib`` is the GPU memory that it needs."""
+
+    backend: str
+    dtype: str
+    name: str
+    run: Callable[[], list[Result]]
+    gib: float = 0.0
+    devices: int = 1
+
+    def rows(self, device: torch.device) -> list[Row]:
+        """Do it. A crash is a failed row and not the end of the check."""
+
+        def row(pass_: str, r: Result, skipped: str = "") -> Row:
+            return Row(self.backend, self.dtype, r.name, pass_, r.output, r.error, r.bound, r.ok, seconds, r.where, skipped)
+
+        seconds = 0.0
+        nothing = Result(self.name, "", 0.0, 0.0, True)
+        if device.type == "cuda" and self.gib > free_gib(device):
+            return [row("", nothing, f"it needs {self.gib:.0f} GiB of GPU memory, {free_gib(device):.1f} are free")]
+        if self.devices > 1 and torch.cuda.device_count() < self.devices:
+            return [row("", nothing, f"it needs {self.devices} GPUs, {torch.cuda.device_count()} are here")]
+        start = time.perf_counter()
+        try:
+            results = self.run()
+        except Exception as error:
+            seconds = time.perf_counter() - start
+            text = f"{type(error).__name__}: {error}"
+            return [row("", Result(self.name, "raises", float("inf"), 0.0, False, text))]
+        seconds = time.perf_counter() - start
+        passes: dict[str, Result] = {}
+        for r in results:
+            pass_ = _PASS.get(r.output, r.output)
+            old = passes.get(pass_)
+            if old is None or (old.ok and (not r.ok or r.error * old.bound > old.error * r.bound)):
+                passes[pass_] = r
+        return [row(pass_, Result(self.name, r.output, r.error, r.bound, r.ok, r.where)) for pass_, r in passes.items()]
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def accepted(device: torch.device | str, dtype: torch.dtype, names: list[str] | None = None) -> list[Capability]:
+    """The rows of the capability table that take plain problems of this dtype on this device, out of ``names`` if given."""
+    tensor = torch.empty(1, 1, 1, 16, device=device, dtype=dtype)
+    problem = Call(tensor, tensor, tensor, do=tensor).problem
+    unknown = [n for n in names or [] if n not in {c.backend for c in CAPABILITIES}]
+    if unknown:
+        known = ", ".join(repr(c.backend) for c in CAPABILITIES)
+        raise InvalidInput(f"backend is {unknown[0]!r}, expected one of {known}.")
+    return [c for c in CAPABILITIES if (not names or c.backend in names) and not refuse(c, problem)]
+
+
+def random_problem(rng: random.Random, small: bool) -> tuple[tuple[int, int, int, int, int, int, int], dict[str, object]]:
+    """Shape and arguments of ``random_call``: lengths at the edges of tiles, groups, both corners, windows, odd head dims."""
+    lengths = [n for n in LENGTHS if n < 255] if small else LENGTHS
+    heads_q, heads_kv = rng.choice(HEADS[:4] if small else HEADS)
+    head_dim = rng.choice(HEAD_DIMS)
+    head_dim_v = rng.choice(HEAD_DIMS) if rng.random() < 0.3 else head_dim
+    shape = (1 if small else rng.choice((1, 2)), heads_q, heads_kv, rng.choice(lengths), rng.choice(lengths), head_dim, head_dim_v)
+    align = rng.choice(ALIGNMENTS)
+    reach = (None, 0, 1, 7, 31, 64, 100)
+    spec = rng.choice((Spec(), causal(align), Spec(rng.choice(reach), rng.choice(reach), align), Spec(0, rng.choice(reach), align)))
+    arguments: dict[str, object] = {
+        "spec": spec,
+        "sm_scale": rng.choice((None, None, None, 0.37, -0.2)),
+        "dlse": rng.random() < 0.4,
+        "amplitude": rng.choice((1.0, 1.0, 2.0)),
+        "seed": rng.randrange(2**31),
+    }
+    return shape, arguments
+
+
+def _random_job(backend: str, dtype: torch.dtype, device: torch.device, rng: random.Random, small: bool) -> Job:
+    shape, arguments = random_problem(rng, small)
+
+    def call() -> Call:
+        return random_call(shape, device=device, dtype=dtype, **arguments)  # type: ignore[arg-type]
+
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
+    scale = "" if arguments["sm_scale"] is None else f" scale={arguments['sm_scale']}"
+    name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}/{head_dim_v} {arguments['spec']}{scale}"
+
+    def run() -> list[Result]:
+        made = call()
+        with poison():
+            got = evaluate(made, backend)
+        return Yardstick(made).judge(got, name)
+
+    return Job(backend, _name(dtype), name, run)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def jobs(
+    backends: list[str] | None = None,
+    device: torch.device | str | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    randoms: int | None = None,
+    configs: bool = False,
+) -> list[Job]:
+    """The work of ``check`` as a list, in order; see there."""
+    where = default_device() if device is None else torch.device(device)
+    out: list[Job] = []
+    for c in CAPABILITIES:
+        if backends and c.backend not in backends:
+            continue
+        interpreted = c.interpretable and where.type == "cpu"
+        dtypes = [t for t in DTYPES if c in accepted(where, t, backends)]
+        if quick:
+            dtypes = dtypes[:2]
+        count = randoms if randoms is not None else (6 if interpreted else 20) * (1 if quick else 5)
+        for dtype in dtypes:
+            for entry in GAUNTLET:
+                if entry.gpu_gib and (where.type != "cuda" or quick):
+                    continue
+                work = _bind(run, entry, c.backend, where, dtype, seed)
+                out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
+        small = interpreted or quick
+        for case in CASES:
+            out += [
+                Job(c.backend, _name(t), str(case), _bind(run_case, case, c.backend, where, t, small))
+                for t in case.dtypes
+                if t in dtypes or (t == torch.bfloat16 and c in accepted(where, t, backends))
+            ]
+        for rejected in REJECTED:
+            if dtypes:
+                out.append(Job(c.backend, "float32", str(rejected), _bind_one(rejected, c.backend, where)))
+        rng = random.Random(seed)
+        out += [_random_job(c.backend, dtypes[i % len(dtypes)], where, rng, interpreted) for i in range(count if dtypes else 0)]
+        if where.type == "cuda" and not quick and not c.quadratic and torch.bfloat16 in dtypes:
+            for large in LARGE:
+                devices = 2 if large.name == "a second device" else 1
+                out.append(Job(c.backend, "bfloat16", large.name, _bind(large.run, c.backend, where), large.gib, devices))
+            if configs and c.backend == "triton":
+                out.append(Job(c.backend, "bfloat16", "case 23 every backward config", _bind(_every_config, c.backend, where)))
+    return out
+
+
+def _bind(function: Callable[..., list[Result]], *args: object) -> Callable[[], list[Result]]:
+    return lambda: function(*args)
+
+
+def _bind_one(rejected: object, backend: str, device: torch.device) -> Callable[[], list[Result]]:
+    return lambda: [run_rejected(rejected, backend, device)]  # type: ignore[arg-type]
+
+
+def _every_config(backend: str, device: torch.device) -> list[Result]:
+    return [r for _, results in all_configs(backend, device) for r in results]
+
+
+def check(
+    backends: list[str] | None = None,
+    device: torch.device | str | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    randoms: int | None = None,
+    configs: bool = False,
+) -> Iterator[Row]:
+    """Hold backends against float64 and yield a row for every pass of every input, as it is done.
+
+    Args:
+        backends: names; default: every backend that this machine accepts.
+        device: default ``"cuda"`` if there is one, or else ``"cpu"``.
+        quick: two dtypes, small cases, few random problems, nothing large.
+        seed: of all inputs; a failure can be repeated with it.
+        randoms: how many random problems for each backend; the default depends on how quick the backend is.
+        configs: also hold every legal config of the backward passes against float64 (case 23; minutes of compilation, GPU only).
+
+    Raises:
+        InvalidInput: no backend has a given name.
+    """
+    where = default_device() if device is None else torch.device(device)
+    for job in jobs(backends, where, quick, seed, randoms, configs):
+        yield from job.rows(where)

@@ -1,0 +1,225 @@
+"""What only a GPU can show: offsets beyond 2^31 elements, grids beyond 65,535, graphs, a busy or a second device, every config.
+
+No dense oracle fits beside such inputs, so each is judged on parts whose answer is complete in itself: whole (batch, head) pairs,
+or both ends of a long sequence under a thin window, where only the rows at the ends have a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import configs
+from ..spec import Spec, causal, full
+from .calls import Call, evaluate, random_call
+from .tolerance import Result, Yardstick
+
+__all__ = ["LARGE", "Large", "all_configs", "free_gib"]
+
+Device = torch.device | str
+_ENDS = 256  # rows at each end of a long sequence that have a gradient
+_LEFT = 100  # keys that such a row sees before itself
+
+
+@dataclass(frozen=True)
+class Large:
+    """One check: ``run(backend, device)`` needs ``gib`` of GPU memory."""
+
+    name: str
+    gib: float
+    run: Callable[[str, Device], list[Result]]
+
+
+def free_gib(device: Device) -> float:
+    """GPU memory that is free for PyTorch, what it has cached included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + cached) / 2**30
+
+
+def _drawn(shape: tuple[int, ...], device: Device, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=dtype)
+
+
+def _call(shape: tuple[int, int, int, int, int], device: Device, spec: Spec) -> Call:
+    """A call drawn on the device: (batch, heads, seqlen_q, seqlen_k, head_dim)."""
+    batch, heads, n_q, n_k, dim = shape
+    sizes = ((batch, heads, n_q, dim), (batch, heads, n_k, dim), (batch, heads, n_k, dim), (batch, heads, n_q, dim))
+    q, k, v, do = (_drawn(size, device, seed) for seed, size in enumerate(sizes))
+    return Call(q, k, v, spec, None, do)
+
+
+def _worst(results: list[Result]) -> list[Result]:
+    """For every output the first failure, or else the result nearest to its bound."""
+    best: dict[str, Result] = {}
+    for r in results:
+        old = best.get(r.output)
+        if old is None or (old.ok and (not r.ok or r.error * old.bound > old.error * r.bound)):
+            best[r.output] = r
+    return list(best.values())
+
+
+def _corners(name: str, call: Call, got: dict[str, torch.Tensor]) -> list[Result]:
+    """Judge the first, a middle and the last (batch, head)."""
+    batch, heads = call.k.shape[:2]
+    results = []
+    for b, h in {(0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)}:
+        part = call.part(slice(b, b + 1), slice(h, h + 1))
+        results += Yardstick(part).judge({n: t[b : b + 1, h : h + 1] for n, t in got.items()}, f"{name} [{b}, {h}]")
+    return _worst(results)
+
+
+def _whole(name: str, shape: tuple[int, int, int, int, int], spec: Spec) -> Callable[[str, Device], list[Result]]:
+    def run(backend: str, device: Device) -> list[Result]:
+        call = _call(shape, device, spec)
+        return _corners(name, call, evaluate(call, backend))
+
+    return run
+
+
+def _thin(call: Call) -> Call:
+    """Under a thin causal window, with a gradient at both ends only."""
+    if call.do is not None:
+        call.do[:, :, _ENDS:-_ENDS] = 0
+    return call.replace(spec=Spec(upper=0, lower=_LEFT))
+
+
+def _ends(name: str, call: Call, got: dict[str, torch.Tensor]) -> list[Result]:
+    """Judge both ends of a call that ``_thin`` made, for the first and the last head."""
+    results = []
+    first, last, keys = slice(0, _ENDS), slice(-_ENDS, None), slice(-_ENDS - _LEFT, None)
+    do = call.do
+    for h in {0, call.k.shape[1] - 1}:
+        head = slice(h, h + 1)
+        for where, rows, cols, align in (("start", first, first, "top_left"), ("end", last, keys, "bottom_right")):
+            part = Call(
+                call.q[:, head, rows],
+                call.k[:, head, cols],
+                call.v[:, head, cols],
+                Spec(upper=0, lower=_LEFT, align=align),
+                call.sm_scale,
+                None if do is None else do[:, head, rows],
+            )
+            cut = {n: t[:, head, cols if n in ("dk", "dv") else rows] for n, t in got.items()}
+            results += Yardstick(part).judge(cut, f"{name}, {where}, head {h}")
+    middle = got["dq"][:, :, _ENDS:-_ENDS]
+    if bool((middle != 0).any()):
+        results.append(Result(name, "dq", float("inf"), 0.0, False, "rows without a gradient must have dq = 0 (and no NaN)"))
+    return _worst(results)
+
+
+def _long_rows(backend: str, device: Device) -> list[Result]:
+    name = "case 21 4,194,241 rows"
+    call = _thin(_call((1, 1, 64 * 65535 + 1, 64 * 65535 + 1, 16), device, full()))
+    return _ends(name, call, evaluate(call, backend))
+
+
+def _far_do(backend: str, device: Device) -> list[Result]:
+    rows, heads, dim, width, before = 410_923, 16, 96, 9728, 225_304
+    drawn = _thin(_call((1, heads, rows, rows, dim), device, full()))
+    held = torch.zeros((before + rows) * width, dtype=torch.bfloat16, device=device)
+    far = held.as_strided((1, heads, rows, dim), (rows * width, dim, width, 1), before * width)
+    if drawn.do is not None:
+        far.copy_(drawn.do)
+    call = drawn.replace(do=far)
+    return _ends("case 19 do beyond 2^31", call, evaluate(call, backend))
+
+
+def _graph(backend: str, device: Device) -> list[Result]:
+    """Forward and backward, captured once and replayed on other numbers."""
+    shape = (2, 4, 2, 200, 300, 64, 64)
+    call = random_call(shape, device=device, dtype=torch.bfloat16, spec=causal())
+    other = random_call(shape, device=device, dtype=torch.bfloat16, spec=causal(), seed=1)
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                evaluate(call, backend)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = evaluate(call, backend)
+        for name in ("q", "k", "v", "do"):
+            getattr(call, name).copy_(getattr(other, name))
+        graph.replay()
+        torch.cuda.synchronize()
+    return Yardstick(other).judge(got, "a CUDA graph, replayed")
+
+
+def _busy(backend: str, device: Device) -> list[Result]:
+    """Thirty repeats, bit for bit equal, while another stream keeps the device busy."""
+    call = random_call((2, 16, 2, 700, 700, 128, 128), device=device, dtype=torch.bfloat16, spec=causal())
+    name, wanted = "30 repeats on a busy device", evaluate(call, backend)
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            load = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
+        for i in range(30):
+            with torch.cuda.stream(stream):
+                load = (load @ load).clamp_(-1, 1)
+            got = evaluate(call, backend)
+            differ = [n for n in wanted if not torch.equal(wanted[n], got[n])]
+            if differ:
+                return [Result(name, "repeat", float("inf"), 0.0, False, f"{', '.join(differ)} differ in repeat {i}")]
+        torch.cuda.synchronize()
+    return Yardstick(call).judge(wanted, name)
+
+
+def _second_device(backend: str, device: Device) -> list[Result]:
+    """Tensors on another device than the current one."""
+    index = torch.device(device).index
+    current = torch.cuda.current_device() if index is None else index
+    other = (current + 1) % torch.cuda.device_count()
+    call = random_call((2, 4, 2, 200, 300, 64, 64), device=f"cuda:{other}", dtype=torch.bfloat16, spec=causal())
+    with torch.cuda.device(current):
+        got = evaluate(call, backend)
+    torch.cuda.synchronize(other)
+    return Yardstick(call).judge(got, f"tensors on cuda:{other} while cuda:{current} is current")
+
+
+LARGE: tuple[Large, ...] = (
+    Large("a CUDA graph, replayed", 1, _graph),
+    Large("30 repeats on a busy device", 1, _busy),
+    Large("a second device", 1, _second_device),
+    Large("case 21 batch 65,536", 6, _whole("case 21 batch 65,536", (65536, 8, 4, 4, 64), causal())),
+    Large("case 21 65,536 heads", 2, _whole("case 21 65,536 heads", (1, 65536, 10, 10, 16), full())),
+    Large("case 21 4,194,241 rows", 6, _long_rows),
+    Large("case 19 do beyond 2^31", 32, _far_do),
+    Large("case 20 q beyond 2^31", 40, _whole("case 20 q beyond 2^31", (400, 4, 10496, 128, 128), full())),
+)
+
+
+@contextlib.contextmanager
+def _forced(wanted: dict[str, configs.Config]) -> Iterator[None]:
+    """Within it, ``configs.lookup`` answers with these configs for their passes."""
+    original = configs.lookup
+
+    def lookup(problem: configs.Problem, pass_: str) -> configs.Config:
+        return wanted.get(pass_) or original(problem, pass_)
+
+    configs.lookup = lookup
+    try:
+        yield
+    finally:
+        configs.lookup = original
+
+
+def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:
+    """Case 23: every legal config of the backward passes against float64, for head_dim 64, 100 and 128."""
+    for dim in (64, 100, 128):
+        call = random_call((1, 2, 1, 200, 300, dim, dim), device=device, dtype=torch.bfloat16, spec=causal())
+        yardstick, problem = Yardstick(call), call.problem
+        for m in (32, 64, 128):
+            for n in (32, 64, 128):
+                for warps in (2, 4, 8):
+                    config = configs.Config(m, n, warps, 2)
+                    wanted = {p: config for p in configs.PASSES if p != "fwd" and configs.illegal(problem, p, config) is None}
+                    if wanted:
+                        name = f"case 23 D {dim}, {m} x {n}, {warps} warps"
+                        with _forced(wanted):
+                            got = evaluate(call, backend)
+                        yield name, yardstick.judge(got, name)
