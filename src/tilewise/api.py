@@ -9,7 +9,7 @@ import torch
 from .errors import InvalidInput
 from .ops import attention_op
 from .problem import Problem, check_kinds, check_precision, check_scale, grad_letters
-from .select import table
+from .select import capability, table
 from .spec import Spec, spec_of
 
 __all__ = ["attention", "explain"]
@@ -179,7 +179,7 @@ def explain_problem(problem: Problem) -> str:
     """The table of ``explain`` for a problem."""
     lines = [str(problem)]
     verdicts = table(problem.key)
-    chosen = next((name for name, reasons in verdicts if not reasons and name != "reference"), None)
+    chosen = next((name for name, reasons in verdicts if not reasons and capability(name).auto), None)
     for name, reasons in verdicts:
         if reasons:
             lines.append(f"  {name:<10} refused")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ARCHS", "Arch", "Runtime", "arch_of", "runtime"]
+__all__ = ["ARCHS", "OTHER_KINDS", "Arch", "Runtime", "arch_named", "arch_of", "runtime"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,9 @@ ARCHS: dict[str, Arch] = {
 }
 
 
+OTHER_KINDS = ("meta", "mps", "xpu")  # of device, without facts that tilewise needs
+
+
 @functools.lru_cache(maxsize=64)
 def _arch_of(kind: str, index: int) -> Arch:
     if kind != "cuda":
@@ -69,6 +72,15 @@ def arch_of(device: torch.device) -> Arch:
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
     return _arch_of(device.type, index)
+
+
+def arch_named(name: str) -> Arch | None:
+    """The architecture of this name: the one of this machine's device, a known one, or another kind of device; else None."""
+    if torch.cuda.is_available():
+        local = arch_of(torch.device("cuda"))
+        if local.name == name:
+            return local
+    return ARCHS.get(name) or (Arch(name, name) if name in OTHER_KINDS else None)
 
 
 @dataclass(frozen=True)

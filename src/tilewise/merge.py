@@ -9,9 +9,7 @@ from .errors import InvalidInput
 __all__ = ["merge"]
 
 
-def merge(
-    o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine ``(o, lse)`` of two disjoint key sets into ``(o, lse)`` of their union.
 
     ``lse = logaddexp(lse1, lse2)``; ``o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2``, both with pivot 0 where both are ``-inf``.
@@ -45,17 +43,17 @@ def merge(
             f"lse1 and lse2 must have o1's shape without its last dim, {tuple(o1.shape[:-1])}, and one dtype; "
             f"got {tuple(lse1.shape)} {lse1.dtype} and {tuple(lse2.shape)} {lse2.dtype}."
         )
+    minus_inf = float("-inf")
     pivot = torch.maximum(lse1, lse2).detach()
-    pivot = torch.where(pivot == float("-inf"), 0.0, pivot)
+    pivot = torch.where(pivot == minus_inf, 0.0, pivot)
     # exp(-inf - finite) is 0 with gradient 0; the logarithm of a sum of 0 is kept away from autograd.
     w1, w2 = torch.exp(lse1 - pivot), torch.exp(lse2 - pivot)
     total = w1 + w2
     empty = total == 0
     safe = torch.where(empty, 1.0, total)
-    lse = torch.where(empty, float("-inf"), pivot + torch.log(safe))
+    lse = torch.where(empty, minus_inf, pivot + torch.log(safe))
     wide = torch.promote_types(o1.dtype, lse1.dtype)
+    # An empty half may hold anything, NaN too. It is replaced before the product: 0 * NaN would come back in a gradient.
+    seen1, seen2 = (torch.where((t == minus_inf)[..., None], 0.0, o) for t, o in ((lse1, o1), (lse2, o2)))
     a1, a2 = ((w / safe).to(wide)[..., None] for w in (w1, w2))
-    # A weight of 0 must not meet a NaN or inf that an empty half may hold.
-    part1 = torch.where(a1 == 0, 0.0, a1 * o1.to(wide))
-    part2 = torch.where(a2 == 0, 0.0, a2 * o2.to(wide))
-    return (part1 + part2).to(o1.dtype), lse
+    return (a1 * seen1.to(wide) + a2 * seen2.to(wide)).to(o1.dtype), lse

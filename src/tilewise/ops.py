@@ -165,6 +165,14 @@ def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
         raise _refuse_derivative("forward-mode derivative (jvp)")
 
 
+def _refuse_functorch() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise BackendRefused(
+            "torch.func's derivatives of tilewise.attention work in eager mode, not through a compiled or exported graph: "
+            "call the transform outside torch.compile, or take the gradient with loss.backward() or torch.autograd.grad."
+        )
+
+
 class _Backward(torch.autograd.Function):
     """The backward operator inside a graph that is being recorded (``create_graph=True``): its own backward refuses."""
 
@@ -200,6 +208,7 @@ class _BackwardFunctorch(torch.autograd.Function):
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
+    _refuse_functorch()
     _refuse_tangents(*args[:7])
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
@@ -207,13 +216,12 @@ def _backward_autograd(*args: Any) -> Any:
         return _BACKWARD(*args)
 
 
-def _backward_of(op: Any, ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    q, k, v, o, lse = ctx.saved_tensors
-    spec, sm_scale, precision, backend = ctx.arguments
+def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
     grad = grad_letters(*ctx.needs_input_grad[:3])
     if (do is None and dlse is None) or not grad:
         return (None,) * 8
-    grads = op(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad)
+    apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
+    grads = apply(do, dlse, *ctx.saved_tensors, *ctx.arguments, grad)
     return (*(g if name in grad else None for name, g in zip("qkv", grads, strict=True)), *(None,) * 5)
 
 
@@ -231,7 +239,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return _backward_of(_backward_autograd, ctx, do, dlse)
+        return _gradients(ctx, do, dlse)
 
 
 class _AttentionFunctorch(torch.autograd.Function):
@@ -252,7 +260,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return _backward_of(_BackwardFunctorch.apply, ctx, do, dlse)
+        return _gradients(ctx, do, dlse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -261,6 +269,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad):
     """The forward operator where autograd may be recording. ``grad`` is found anew: a graph's may be older than its inputs."""
+    _refuse_functorch()
     _refuse_tangents(q, k, v)
     needs = torch.is_grad_enabled()
     grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
@@ -278,9 +287,10 @@ def attention_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(o, lse)``, differentiable where an input needs it. The tensors have passed ``check_kinds``."""
-    args = (q, k, v, spec, sm_scale, precision, backend)
-    if torch._C._are_functorch_transforms_active():
-        return _AttentionFunctorch.apply(*args, "qkv")  # type: ignore[return-value]
+    args = (q, k, v, spec, sm_scale, precision, backend, "")
     if torch.compiler.is_compiling():
-        return _FORWARD(*args, "")
-    return _forward_autograd(*args, "")  # type: ignore[return-value]
+        return _FORWARD(*args)
+    if torch._C._are_functorch_transforms_active():
+        return _AttentionFunctorch.apply(*args)  # type: ignore[return-value]
+    # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
+    return _forward_autograd(*args)  # type: ignore[return-value]

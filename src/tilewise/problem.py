@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .arch import ARCHS, Arch, Runtime, arch_of, runtime
+from .arch import ARCHS, OTHER_KINDS, Arch, Runtime, arch_named, arch_of, runtime
 from .errors import InvalidInput
 from .spec import Spec
 
@@ -197,10 +197,11 @@ class Problem:
             raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of 'qkv'.")
         if words.get("layout", "bulk") not in ("bulk", "strided"):
             raise InvalidInput(f"problem {text!r}: layout is {words['layout']!r}, expected 'bulk' or 'strided'.")
-        if "arch" in words and words["arch"] not in ARCHS:
-            raise InvalidInput(f"problem {text!r}: arch is {words['arch']!r}, expected one of {', '.join(sorted(ARCHS))}.")
-        if "arch" in words:
-            arch = ARCHS[words["arch"]]
+        if "arch" in words and (arch is None or arch.name != words["arch"]):
+            arch = arch_named(words["arch"])
+            if arch is None:
+                known_archs = ", ".join((*sorted(ARCHS), *OTHER_KINDS))
+                raise InvalidInput(f"problem {text!r}: arch is {words['arch']!r}, expected one of {known_archs}.")
         elif arch is None:
             arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         try:

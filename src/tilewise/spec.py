@@ -16,6 +16,7 @@ Key ``j`` has position ``j``; query ``i`` has position ``i + seqlen_k - seqlen_q
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 
 from .errors import InvalidInput
@@ -75,7 +76,9 @@ class Spec:
         return Spec(min(least, default=None), min(widest, default=None), bounded[0].align if bounded else "bottom_right")
 
     def __str__(self) -> str:
-        parts = [f"{name}:{value}" for name, value in (("upper", self.upper), ("lower", self.lower)) if value is not None]
+        # index() makes a plain int of a size that torch.compile traces as a symbol.
+        bounds = (("upper", self.upper), ("lower", self.lower))
+        parts = [f"{name}:{operator.index(value)}" for name, value in bounds if value is not None]
         if not parts:
             return "full"
         return ",".join([*parts, f"align:{self.align}"])
