@@ -1,0 +1,95 @@
+"""Hopper kernels in Gluon (sm_90a): a producer warp that copies in bulk and warpgroups that compute. Forward only.
+
+A ``Launch`` is a value, as in every backend: the compile-only tests make the launches of a real call and compile them for a device
+that is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...configs.hopper import HopperConfig, lookup
+from ...problem import Problem
+from ..launching import Launch
+from . import fwd
+
+__all__ = ["forward", "launch_fwd"]
+
+LOG2_E = 1.4426950408889634
+# Heads whose keys and values fit this many bytes are worked on together, so that those stay in the L2 cache.
+L2_BUDGET = 40 << 20
+# Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
+SMALLEST_SCALE = 1e-30
+_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+
+
+def _tile(t: torch.Tensor, rows: int) -> Any:
+    """A descriptor of tiles of ``rows`` rows of one head."""
+    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
+    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[-1]], _TILE_LAYOUT)
+
+
+def _together(heads: int, sharing: int, bytes_a_head: int) -> int:
+    """How many heads to work on together: a divisor of ``heads`` whose keys and values fit the budget."""
+    fit = max(1, min(heads, sharing * max(1, L2_BUDGET // max(1, bytes_a_head))))
+    groups = -(-heads // fit)
+    while heads % groups:
+        groups += 1
+    return heads // groups
+
+
+def _longest(problem: Problem) -> str:
+    """Which query tiles have the most work: an upper bound alone leaves it to the last, a lower bound alone to the first."""
+    _, _, has_upper, has_lower = problem.bounds
+    if has_upper == has_lower:
+        return "any"
+    return "last" if has_upper else "first"
+
+
+def launch_fwd(
+    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> Launch:
+    p = problem
+    upper, lower, has_upper, has_lower = p.bounds
+    m_blocks = -(-p.seqlen_q // config.block_m)
+    heads = p.batch * p.heads_q
+    tiles = m_blocks * heads
+    # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if config.dynamic else lse
+    qk_scale2 = p.sm_scale * LOG2_E
+    args = (
+        *(_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64), lse, counter, qk_scale2),
+        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
+        *(m_blocks, heads, _together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+    )
+    options = {
+        "HAS_UPPER": has_upper,
+        "HAS_LOWER": has_lower,
+        "HAS_TAIL": p.seqlen_k % config.block_n != 0,
+        "SCALED_FIRST": qk_scale2 < SMALLEST_SCALE,
+        "LONGEST": _longest(p),
+        "HEAD_DIM": p.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "Q_SLOTS": config.q_slots,
+        "OVERLAP": config.overlap,
+        "DYNAMIC": config.dynamic,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "num_warps": 4,
+        "enable_fp_fusion": True,  # Triton 3.10 turns its default off
+    }
+    programs = min(tiles, p.arch.multiprocessors) if config.dynamic else tiles
+    return Launch(fwd._fwd_kernel, (programs,), args, options)
+
+
+def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill ``o`` and ``lse`` (backend interface)."""
+    with torch.cuda.device_of(q):
+        launch_fwd(problem, lookup(problem), q, k, v, o, lse).run()

@@ -1,0 +1,234 @@
+"""Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for tiles of BLOCK_M queries of one head.
+
+Partitions: BLOCK_M / 64 consumers and a producer, which walk the same tiles (``parts.Work``) and meet in three rings: queries (a slot
+for each consumer of a tile), keys, values. The key tiles of a query tile go from right to left, so that the diagonal comes first.
+
+Invariant after every key tile: with the reference ``m_i`` (``parts.softmax_step``), ``l_i = sum exp2(s2 - m_i)`` and
+``acc = sum exp2(s2 - m_i) v`` over the keys visited so far. In the overlapped form ``acc`` is one tile behind: the product of the last
+tile, whose ``p`` is carried as a register operand, is issued after the scores of the next tile, so that the tensor cores work on it
+while the softmax of those scores runs.
+
+Barriers, for one program with C consumers (W = 4 warps each), n key tiles a query tile:
+    queries  full: 1 (bytes)   empty: 1, by the consumer that owns the slot, once its output has left the slot
+    keys     full: 1 (bytes)   empty: C * W, each warp after its last read of the tile
+    values   the same
+    tickets  issued: 1, by the producer (DYNAMIC only)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, masked, rescale, softmax_step
+
+# Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
+LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "heads_total", "heads_together")
+
+
+@gluon.jit
+def _producer(work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+    """Fill the rings. In DYNAMIC order also take the next tile, late: one taken at the start of a long tile would wait for its end."""
+    step = 0
+    turn = 0
+    index = gl.program_id(0)
+    while index < work.total():
+        batch, head, start_m, lo, hi = work.locate(index)
+        for c in gl.static_range(work.CONSUMERS):
+            q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
+        head_kv = head // group
+        count = hi - lo
+        for j in range(count):
+            start_n = (hi - 1 - j) * work.BLOCK_N
+            k_ring.fill(k_desc, batch, head_kv, start_n, step)
+            v_ring.fill(v_desc, batch, head_kv, start_n, step)
+            step += 1
+            if work.DYNAMIC:
+                if j == max(count - 3, 0):
+                    index = work.issue(turn)
+        if not work.DYNAMIC:
+            index += gl.num_programs(0)
+        turn += 1
+
+
+@gluon.jit
+def _scores(q_tile, k_tile, S_LAYOUT: gl.constexpr):
+    """Issue q k^T, [ROWS, BLOCK_N], without waiting for it."""
+    zeros = gl.zeros([ROWS, k_tile.type.shape[0]], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scaled(s, qk_scale2, SCALED_FIRST: gl.constexpr):
+    """``(scores, the scale that they still need)``: max(s) * scale is the maximum of the scaled scores only for a scale above 0."""
+    if SCALED_FIRST:
+        return s * qk_scale2, 1.0
+    else:
+        return s, qk_scale2
+
+
+@gluon.jit
+def _overlapped_step(
+    p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of key tile ``n_block`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
+    k_tile = k_ring.take(step + 1)
+    s = _scores(q_tile, k_tile, S_LAYOUT)
+    v_tile = v_ring.take(step)
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    k_ring.release(step + 1)
+    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
+    s = masked(s, work, n_block, start_row, free_lo, free_hi)
+    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    v_ring.release(step)
+    p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
+    return p, rescale(acc, alpha), m_i, l_i, step + 1
+
+
+@gluon.jit
+def _serial_step(
+    acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax and product of key tile ``n_block`` (ring step ``step``), one after the other: the other consumers overlap."""
+    k_tile = k_ring.take(step)
+    s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
+    k_ring.release(step)
+    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
+    s = masked(s, work, n_block, start_row, free_lo, free_hi)
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False)
+    acc = rescale(acc, alpha)
+    acc, step = _add_values(gl.convert_layout(p.to(k_tile.dtype), P_LAYOUT), acc, step, v_ring)
+    return acc, m_i, l_i, step
+
+
+@gluon.jit
+def _add_values(p, acc, step, v_ring):
+    """acc + p v for the values of ring step ``step``, which is done with then."""
+    v_tile = v_ring.take(step)
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    v_ring.release(step)
+    return acc, step + 1
+
+
+@gluon.jit
+def _pass_over(count, step, k_ring, v_ring):
+    """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
+    for _ in range(count):
+        k_ring.take(step)
+        k_ring.release(step)
+        v_ring.take(step)
+        v_ring.release(step)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Write o, through the consumer's tile of queries, and lse. A row that saw no key has l_i = 0: o = 0 and lse = -inf."""
+    l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
+    l_safe = gl.where(l_row == 0.0, 1.0, l_row)
+    inverse = gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, O_LAYOUT))
+    q_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
+    fence_async_shared()
+    tma.async_store(o_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, q_tile.type.shape[0], q_tile.type.shape[1]]))
+    lse = gl.where(l_row == 0.0, -float("inf"), (m_i + gl.log2(l_safe)) * LN_2)
+    rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    head_rows = (batch * work.heads_q + head).to(gl.int64) * work.seqlen_q
+    gl.store(lse_ptr + head_rows + rows, lse, mask=rows < work.seqlen_q)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
+    """Consumer ``C``: rows ``C * 64 .. C * 64 + 64`` of every query tile of this program."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    step = 0
+    turn = 0
+    index = gl.program_id(0)
+    while index < work.total():
+        batch, head, start_m, lo, hi = work.locate(index)
+        start_row = start_m + C * ROWS
+        own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
+        q_tile = q_ring.take(turn * work.CONSUMERS + C)
+        step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+
+        # The first key tile: nothing to rescale yet.
+        k_tile = k_ring.take(step)
+        s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
+        k_ring.release(step)
+        s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
+        s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
+        p, _, m_i, l_i = softmax_step(s, None, None, scale, True)
+        p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+        acc = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, O_LAYOUT)
+
+        if work.OVERLAP:
+            for j in range(1, own_hi - own_lo):
+                p, acc, m_i, l_i, step = _overlapped_step(
+                    p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2, S_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+            acc, step = _add_values(p, acc, step, v_ring)
+        else:
+            acc, step = _add_values(p, acc, step, v_ring)
+            for j in range(1, own_hi - own_lo):
+                acc, m_i, l_i, step = _serial_step(
+                    acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2, S_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+
+        step = _pass_over(own_lo - lo, step, k_ring, v_ring)
+        _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
+        q_ring.give_back(turn * work.CONSUMERS + C)
+        index = work.following(index, turn)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def _fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, qk_scale2,
+    heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, m_blocks, heads_total, heads_together,
+    HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, SCALED_FIRST: gl.constexpr, LONGEST: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
+    q_ring = make_ring(q_desc, ROWS, HEAD_DIM, Q_SLOTS * CONSUMERS, 1)
+    k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    ticket = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    issued = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TICKETS):
+        mbarrier.init(issued.index(i), count=1)
+    work = Work(
+        counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
+        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            ],
+            [WARPS, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 4, "a program has two or four consumers")
+        gl.warp_specialize(
+            [
+                (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+                (_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            ],
+            [WARPS, WARPS, WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

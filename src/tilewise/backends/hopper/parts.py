@@ -1,0 +1,251 @@
+"""The named parts that the Hopper kernels are made of: rings of tiles, the order of work, mask, online-softmax step.
+
+A program is several consumers (one warpgroup of 4 warps and 64 query rows each) and one producer (one warp, which issues bulk copies).
+They meet at mbarriers only. A ``Ring`` is some slots of shared memory with a "full" and an "empty" barrier each:
+
+    producer, step i:  wait until slot i % SLOTS is empty; expect the bytes; copy        (full completes when the bytes are there)
+    consumer, step i:  wait until slot i % SLOTS is full; use it; release it             (empty completes when everybody released)
+
+Both sides count steps on their own; the parity of ``i // SLOTS`` tells one pass over the slots from the next. The producer waits for
+the opposite parity, which a fresh barrier grants at once.
+"""
+
+import types
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ... import bodies
+from . import ranges
+
+
+def _shared(body):
+    """A shared body as a Gluon function. Gluon wants to see its own language among the globals of what it compiles."""
+    here = types.FunctionType(body.__code__, globals(), body.__name__)
+    here.__annotations__ = body.__annotations__
+    return gluon.jit(here)
+
+
+allowed = _shared(bodies.allowed)
+tile_range = _shared(bodies.tile_range)
+order = _shared(ranges.order)
+tiles_of_program = _shared(ranges.tiles_of_program)
+tiles_of_consumer = _shared(ranges.tiles_of_consumer)
+
+LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # of queries a consumer: the height of one warpgroup product
+WARPS = gl.constexpr(4)  # a consumer
+# The reference of the softmax follows the running maximum only when that has grown by more than this (base two): p stays below 2^8.
+GROWTH = gl.constexpr(8.0)
+TICKETS = gl.constexpr(4)  # slots for the numbers of the next tiles; more than any ring of query tiles has
+
+
+@gluon.jit
+def wait(barrier, phase):
+    """Wait until the phase of this parity is complete. ``mbarrier.wait`` would synchronise the whole warpgroup first."""
+    gl.inline_asm(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra.uni AGAIN; }",
+        "r,r,~{memory}",
+        [barrier, phase],
+    )
+
+
+@gluon.jit
+def arrive_warp(barrier):
+    """One arrival from each warp, without a synchronisation of the warpgroup: the barrier counts WARPS for a consumer."""
+    gl.inline_asm(
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "r,~{memory}", [barrier]
+    )
+
+
+@gluon.aggregate
+class Ring:
+    """Slots of shared memory, [SLOTS, rows, HEAD_DIM], between the producer and the consumers."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.jit
+    def fill(self, desc, batch, head, row, step):
+        """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes all the same."""
+        slot = step % self.SLOTS
+        mbarrier.wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
+        mbarrier.expect(self.full.index(slot), desc.block_type.nbytes)
+        tile = self.tiles.index(slot)
+        tma.async_load(desc, [batch, head, row, 0], self.full.index(slot), tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
+
+    @gluon.jit
+    def take(self, step):
+        """Consumer: the tile of this step, once it is there."""
+        slot = step % self.SLOTS
+        wait(self.full.index(slot), (step // self.SLOTS) & 1)
+        return self.tiles.index(slot)
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: each warp says that it has read the tile of this step for the last time."""
+        arrive_warp(self.empty.index(step % self.SLOTS))
+
+    @gluon.jit
+    def give_back(self, step):
+        """Consumer: the whole warpgroup, at once, says so."""
+        mbarrier.arrive(self.empty.index(step % self.SLOTS), count=1)
+
+
+@gluon.jit
+def make_ring(desc, ROWS_A_TILE: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
+    """A ring whose slots are empty again after RELEASES arrivals."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS_A_TILE, HEAD_DIM], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=RELEASES)
+    return Ring(tiles, full, empty, SLOTS)
+
+
+@gluon.aggregate
+class Work:
+    """What a launch has to do, as each partition sees it: tiles of queries, numbered from 0, and the keys that each needs."""
+
+    counter: gl.tensor  # int32, 0 at the launch: tiles taken by programs beyond their first (DYNAMIC only)
+    m_blocks: gl.tensor
+    heads_total: gl.tensor
+    heads_together: gl.tensor
+    heads_q: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    q_start: gl.tensor
+    upper: gl.tensor
+    lower: gl.tensor
+    ticket: gl.shared_memory_descriptor
+    issued: gl.shared_memory_descriptor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    CONSUMERS: gl.constexpr
+    HAS_UPPER: gl.constexpr
+    HAS_LOWER: gl.constexpr
+    MASKED: gl.constexpr  # some tile may need a mask
+    SCALED_FIRST: gl.constexpr  # the scale is applied before the maximum is taken
+    OVERLAP: gl.constexpr  # scores of the next key tile above the product of the last one
+    LONGEST: gl.constexpr
+    DYNAMIC: gl.constexpr
+
+    @gluon.jit
+    def total(self):
+        return self.m_blocks * self.heads_total
+
+    @gluon.jit
+    def locate(self, index):
+        """``(batch, head, first row, lo, hi)`` of tile ``index``; its keys are the tiles ``hi - 1`` down to ``lo``."""
+        head_index, m_block = order(index, self.m_blocks, self.heads_total, self.heads_together, self.LONGEST)
+        batch = head_index // self.heads_q
+        start_m = m_block * self.BLOCK_M
+        row_end = min(start_m + self.BLOCK_M, self.seqlen_q)
+        lo, hi = tiles_of_program(
+            self.q_start + start_m, self.q_start + row_end,
+            self.seqlen_k, self.upper, self.lower, self.BLOCK_N, self.HAS_UPPER, self.HAS_LOWER,
+        )  # fmt: skip
+        return batch, head_index - batch * self.heads_q, start_m, lo, hi
+
+    @gluon.jit
+    def own(self, start_row, lo, hi):
+        """``(own_lo, free_lo, free_hi, own_hi)`` of the consumer whose rows begin at ``start_row``."""
+        row_end = min(start_row + ROWS, self.seqlen_q)
+        return tiles_of_consumer(
+            self.q_start + start_row, self.q_start + row_end, lo, hi,
+            self.seqlen_k, self.upper, self.lower, self.BLOCK_N, self.HAS_UPPER, self.HAS_LOWER,
+        )  # fmt: skip
+
+    @gluon.jit
+    def issue(self, turn):
+        """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers, who have ``TICKETS``
+        slots: a slot comes round long after all have read it, since the ring of query tiles is shorter."""
+        slot = turn % TICKETS
+        return gl.inline_asm(
+            "{ .reg .pred p; .reg .u32 lane, t, g; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
+            "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1; add.u32 t, t, g;"
+            "@p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3]; shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }",
+            "=r,l,r,r,~{memory}",
+            [self.counter, self.ticket.index(slot), self.issued.index(slot)],
+            gl.int32,
+        )
+
+    @gluon.jit
+    def following(self, index, turn):
+        """Consumer: the tile after ``index``, which was this program's tile number ``turn``."""
+        if self.DYNAMIC:
+            slot = turn % TICKETS
+            wait(self.issued.index(slot), (turn // TICKETS) & 1)
+            return gl.inline_asm("ld.shared.u32 $0, [$1];", "=r,r,~{memory}", [self.ticket.index(slot)], gl.int32)
+        else:
+            return index + gl.num_programs(0)
+
+
+@gluon.jit
+def masked(s, work, n_block, start_row, free_lo, free_hi):
+    """Scores [ROWS, BLOCK_N] with -inf where a row may not see a key. Free tiles branch around it."""
+    if work.MASKED:
+        if (n_block < free_lo) | (n_block >= free_hi):
+            q_pos = work.q_start + start_row + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+            kv_pos = n_block * work.BLOCK_N + gl.arange(0, work.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+            ok = allowed(
+                q_pos[:, None], kv_pos[None, :], work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER
+            )  # fmt: skip
+            s = gl.where(ok, s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def partial_sums(p):
+    """Row sums [ROWS, 4] of p [ROWS, BLOCK_N], within each thread; the four threads of a row are added at the end of the tile."""
+    x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def softmax_step(s, m_i, l_i, qk_scale2, FIRST: gl.constexpr):
+    """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
+
+    m_i is a reference in base two: a maximum that was once the running one and is at most GROWTH below it now. It cancels in
+    acc / l_i, so o and lse are exact with any; keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf
+    and the pivot 0, so that no -inf - -inf arises.
+    """
+    m_new = gl.max(s, 1) * qk_scale2
+    if not FIRST:
+        m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)
+    pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * qk_scale2 - pivot[:, None])
+    if FIRST:
+        return p, pivot, m_new, partial_sums(p)
+    else:
+        alpha = gl.exp2(m_i - pivot)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=False)
+        return p, alpha, m_new, l_i * factor[:, None] + partial_sums(p)
+
+
+@gluon.constexpr_function
+def _rescale_text(outputs, inputs):
+    (acc,) = outputs
+    old, factor = inputs
+    # A thread holds two rows of the accumulator, and elements in pairs: two of the first row, two of the second.
+    return (
+        f"{{ .reg .pred p; setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.or.f32 p, {factor[1]}, 0f3F800000, p;"
+        "vote.sync.any.pred p, p, 0xffffffff;\n"
+        + "\n".join(f"mov.f32 {x}, {y};" for x, y in zip(acc, old, strict=True))
+        + "\n@!p bra DONE;\n"
+        + "\n".join(f"mul.ftz.f32 {x}, {x}, {factor[(n >> 1) & 1]};" for n, x in enumerate(acc))
+        + "\nDONE: }"
+    )
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc * alpha[:, None]; a warp all of whose factors are 1 branches around it, which is nearly every time."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
+    return gl.inline_asm(_rescale_text, ("=&f", "f", "f"), [acc, factor], acc.type)

@@ -1,0 +1,56 @@
+"""Which tiles of queries and keys each partition of a program walks: plain integer bodies, legal in Python and in Gluon.
+
+The producer and the consumers of a program never talk about what comes next: each computes the same walk from the same numbers. So
+these bodies exist once, and a model in plain Python can play a whole launch with them.
+"""
+
+from __future__ import annotations
+
+from ...bodies import tile_range
+
+__all__ = ["order", "tiles_of_consumer", "tiles_of_program"]
+
+
+def order(index, tiles, heads, heads_together, LONGEST: "constexpr"):  # noqa: F821, UP037
+    """Place ``index`` in the order of work -> (batch * head index, query tile).
+
+    LONGEST "any": all tiles of one head before the next. "first" or "last": that end of the tile axis has the most work, so it
+    is started first, over ``heads_together`` heads at a time, as many as keep their keys and values in the L2 cache.
+    """
+    if LONGEST == "any":
+        head = index // tiles
+        tile = index - head * tiles
+    else:
+        together = index // (heads_together * tiles)
+        rest = index - together * heads_together * tiles
+        here = min(heads_together, heads - together * heads_together)
+        tile = rest // here
+        head = together * heads_together + rest - tile * here
+        if LONGEST == "last":
+            tile = tiles - 1 - tile
+    return head, tile
+
+
+def tiles_of_program(row_lo, row_hi, seqlen_k, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
+    """The key tiles ``lo <= tile < hi`` that a program streams for its rows: at least one.
+
+    Rows that see nothing get a tile past the last key: it reads as zeros, and the mask hides it.
+    """
+    lo, _, _, hi = tile_range(row_lo, row_hi, seqlen_k, upper, lower, BLOCK, HAS_UPPER, HAS_LOWER)
+    beyond = (seqlen_k + BLOCK - 1) // BLOCK
+    lo = max(lo, (hi <= lo) * beyond)
+    return lo, max(hi, lo + 1)
+
+
+def tiles_of_consumer(
+    row_lo, row_hi, lo, hi, seqlen_k, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"  # noqa: F821, UP037
+):
+    """``(own_lo, free_lo, free_hi, own_hi)``: what one consumer's rows see of the program's ``[lo, hi)``; at least one tile.
+
+    A consumer that sees nothing visits one tile all the same, outside the free range, so that the mask hides it. Whatever
+    ``tile_range`` says, ``lo <= own_lo < own_hi <= hi``: every partition walks exactly ``hi - lo`` tiles.
+    """
+    own_lo, free_lo, free_hi, own_hi = tile_range(row_lo, row_hi, seqlen_k, upper, lower, BLOCK, HAS_UPPER, HAS_LOWER)
+    own_lo = min(max(own_lo, lo), hi - 1)
+    own_hi = max(min(own_hi, hi), own_lo + 1)
+    return own_lo, free_lo, free_hi, own_hi
