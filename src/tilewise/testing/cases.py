@@ -63,8 +63,8 @@ def _packed(
     spare: int = 2,
 ) -> list[Call]:  # fmt: skip
     """One causal call for each (seqlen_q, seqlen_k): views into buffers with ``spare`` rows of NaN behind the last sequence."""
-    total = tuple(sum(n) for n in zip(*lengths, strict=True))
-    whole = random_call((1, *heads, *total, dim, dim), device=device, dtype=dtype, amplitude=amplitude, dlse=True)
+    total = sum(n for n, _ in lengths), sum(n for _, n in lengths)
+    whole = random_call((1, heads[0], heads[1], total[0], total[1], dim, dim), device=device, dtype=dtype, amplitude=amplitude)
     held: dict[str, torch.Tensor] = {}
     for name in ("q", "k", "v", "do"):
         t = getattr(whole, name)

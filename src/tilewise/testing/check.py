@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -79,13 +80,11 @@ class Job:
             text = f"{type(error).__name__}: {error}"
             return [row("", Result(self.name, "raises", float("inf"), 0.0, False, text))]
         seconds = time.perf_counter() - start
-        passes: dict[str, Result] = {}
+        passes: dict[str, list[Result]] = {}
         for r in results:
-            pass_ = _PASS.get(r.output, r.output)
-            old = passes.get(pass_)
-            if old is None or (old.ok and (not r.ok or r.error * old.bound > old.error * r.bound)):
-                passes[pass_] = r
-        return [row(pass_, Result(self.name, r.output, r.error, r.bound, r.ok, r.where)) for pass_, r in passes.items()]
+            passes.setdefault(_PASS.get(r.output, r.output), []).append(r)
+        worst = {pass_: max(group, key=lambda r: r.used) for pass_, group in passes.items()}
+        return [row(pass_, dataclasses.replace(r, name=self.name)) for pass_, r in worst.items()]
 
 
 def default_device() -> torch.device:

@@ -53,13 +53,9 @@ def _call(shape: tuple[int, int, int, int, int], device: Device, spec: Spec) -> 
 
 
 def _worst(results: list[Result]) -> list[Result]:
-    """For every output the first failure, or else the result nearest to its bound."""
-    best: dict[str, Result] = {}
-    for r in results:
-        old = best.get(r.output)
-        if old is None or (old.ok and (not r.ok or r.error * old.bound > old.error * r.bound)):
-            best[r.output] = r
-    return list(best.values())
+    """For every output the result that is nearest to its bound, or beyond it."""
+    outputs = dict.fromkeys(r.output for r in results)
+    return [max((r for r in results if r.output == output), key=lambda r: r.used) for output in outputs]
 
 
 def _corners(name: str, call: Call, got: dict[str, torch.Tensor]) -> list[Result]:

@@ -47,6 +47,13 @@ class Result:
     ok: bool
     where: str = ""
 
+    @property
+    def used(self) -> float:
+        """The share of the bound that the error uses; infinite for a failure, so that the worst result has the largest."""
+        if not self.ok:
+            return float("inf")
+        return self.error / self.bound if self.bound else 0.0
+
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"FAILED: {self.where}"
         return f"{self.name} {self.output}: error {self.error:.2e}, bound {self.bound:.2e}, {verdict}"
@@ -135,12 +142,12 @@ def oracle(call: Call) -> dict[str, torch.Tensor]:
 def plain(call: Call) -> dict[str, torch.Tensor]:
     """The dense formula as plain PyTorch computes it in the inputs' dtype (with TF32 products for ``precision="tf32"``)."""
     heads = call.q.shape[1]
-    product = _Tf32Product.apply if call.precision == "tf32" else torch.matmul
+    product: Any = _Tf32Product.apply if call.precision == "tf32" else torch.matmul
     ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
     empty = ~ok.any(-1)
 
     def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        s: Any = product(q, _repeat(k, heads).transpose(-1, -2))
+        s = product(q, _repeat(k, heads).transpose(-1, -2))
         return (s * call.scale).masked_fill(~ok, float("-inf")).masked_fill(empty[:, None], 0.0)
 
     leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v)]
@@ -149,7 +156,7 @@ def plain(call: Call) -> dict[str, torch.Tensor]:
     with torch.enable_grad(), _full_precision_products():
         s = scores(q, k)
         p = torch.softmax(s, dim=-1).masked_fill(empty[:, None], 0.0)
-        o: Any = product(p, _repeat(v, heads))
+        o = product(p, _repeat(v, heads))
         lse = torch.logsumexp(s.to(wide), dim=-1).masked_fill(empty, float("-inf"))
         out = {"o": o.detach()}
         if call.has_gradient:
@@ -177,7 +184,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     p = torch.where(ok, torch.exp(s - lse), 0.0)
     size = abs(call.scale) * _rss(q, k.transpose(-1, -2))
     # Terms of one sign drift: D equal ones have |s| / size = sqrt(D), and their partial sums err by a multiple of D.
-    drift = s.abs() * (s / torch.where(size == 0, 1.0, size)).square() / 16
+    drift = s.abs() * (s / torch.where(size == 0, 1.0, size)).square() / 8
     score = score_unit * (1 + s.abs() + size + drift)
     # What all keys of a row share: it does not average out over them.
     row = (p * score).sum(-1, keepdim=True) + score_unit * lse.abs()

@@ -1,0 +1,215 @@
+"""``tilewise check``: every backend of this machine against float64, as a table with the errors beside the bound."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput
+
+__all__ = ["add_parser", "run"]
+
+_HELP = "hold every backend of this machine against float64"
+_DESCRIPTION = """\
+Hold the backends against a float64 oracle, forward and backward: the gauntlet (inputs with names, each there to kill
+named faults), inputs that broke other libraries, and random problems. On a GPU also offsets beyond 2^31 elements, grids
+beyond 65,535, CUDA graphs, a busy and a second device, as far as memory and hardware allow; what is left out is said.
+
+Each line shows the output that comes nearest to its bound, or that failed. The bound is twice the error of plain PyTorch
+in the same dtype, and a term for the rounding of another order of operations.
+"""
+_EXAMPLES = """\
+examples:
+  tilewise check                          every backend that takes this machine's device
+  tilewise check --quick                  two dtypes, small inputs: about a minute
+  tilewise check --backend triton --random 500 --seed 7
+  TRITON_INTERPRET=1 tilewise check --device cpu --backend triton     Triton's kernels, interpreted on the CPU
+
+exit status: 0 every input passed, 1 one failed, 2 bad arguments
+"""
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {value}")
+    return value
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``check`` command."""
+    parser = subparsers.add_parser(
+        "check",
+        help=_HELP,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help="check this backend only; may be given again (default: all that accept)"
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    parser.add_argument("--quick", action="store_true", help="two dtypes, small inputs, few random problems, nothing large")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default 0); a failure repeats with it")
+    parser.add_argument("--random", type=_count, metavar="N", help="random problems for each backend (default: by its speed)")
+    parser.add_argument("--configs", action="store_true", help="also every legal config of the backward kernels (GPU; minutes)")
+    parser.add_argument(
+        "--failures", action="store_true", help="print the lines that failed or were skipped, and the summary, only"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write every line to FILE")
+    parser.set_defaults(func=run)
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    from ..testing.check import default_device
+
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(f"--device is {name!r}, which cannot be used here: {reason}") from None
+    return device
+
+
+def _line(row: Any) -> str:
+    if row.skipped:
+        return f"{row.dtype:<9} {row.name:<70} skipped: {row.skipped}"
+    if row.error == float("inf"):
+        numbers = f"{'-':>9} {'-':>9}"
+    else:
+        numbers = f"{row.error:9.2e} {row.bound:9.2e}"
+    verdict = "ok" if row.ok else f"FAILED\n{'':10}{row.where}"
+    return f"{row.dtype:<9} {row.name:<70} {row.pass_:<9} {row.output:<6} {numbers}  {row.seconds:7.2f}  {verdict}"
+
+
+class _Progress:
+    """A line on stderr that is rewritten in place; nothing where stderr is no terminal."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self.shown = sys.stderr.isatty()
+        self.width = 0
+
+    def show(self, done: int, text: str) -> None:
+        if self.shown:
+            filled = 20 * done // max(self.total, 1)
+            line = f"[{'#' * filled}{'.' * (20 - filled)}] {done}/{self.total} {text}"[:110]
+            print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+            self.width = len(line)
+
+    def clear(self) -> None:
+        if self.shown and self.width:
+            print("\r" + " " * self.width + "\r", end="", file=sys.stderr, flush=True)
+            self.width = 0
+
+
+def _summary(backend: str, rows: list[Any]) -> str:
+    counted = [r for r in rows if not r.skipped]
+    failed = sum(not r.ok for r in counted)
+    nearest = max((r.error / r.bound for r in counted if r.ok and r.bound), default=0.0)
+    skipped = len(rows) - len(counted)
+    seconds = sum({(r.name, r.dtype): r.seconds for r in counted}.values())
+    text = f"{backend:<10} {len(counted) - failed} of {len(counted)} passed"
+    text += f", {failed} FAILED" if failed else ""
+    text += f", {skipped} skipped" if skipped else ""
+    return f"{text}; the nearest of those that passed used {nearest:.0%} of its bound; {seconds:.0f} s"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)
+
+
+def _finite(row: Any) -> dict[str, Any]:
+    """A row for JSON, which has no infinity."""
+    fields = dataclasses.asdict(row)
+    fields["pass"] = fields.pop("pass_")
+    return {k: None if v == float("inf") else v for k, v in fields.items()}
+
+
+def _header(device: Any, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from .. import __version__
+    from ..arch import arch_of, runtime
+
+    software = runtime()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "tilewise": __version__,
+        "torch": torch.__version__,
+        "triton": None if software.triton is None else ".".join(map(str, software.triton)),
+        "interpreted": software.interpret,
+        "device": name,
+        "arch": arch_of(device).name,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "seed": args.seed,
+        "quick": args.quick,
+    }
+
+
+def _checked(work: Iterable[Any], device: Any, progress: _Progress, only_failures: bool) -> list[Any]:
+    rows: list[Any] = []
+    backend = ""
+    for done, job in enumerate(work):
+        if job.backend != backend:
+            backend = job.backend
+            progress.clear()
+            print(
+                f"\n{backend}\n{'dtype':<9} {'input':<70} {'pass':<9} {'output':<6} {'error':>9} {'bound':>9}  seconds", flush=True
+            )
+        progress.show(done, f"{job.backend} {job.dtype} {job.name}")
+        made = job.rows(device)
+        rows += made
+        progress.clear()
+        for row in made:
+            if not only_failures or row.skipped or not row.ok:
+                print(_line(row), flush=True)
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``tilewise check``; 0 if everything passed, 1 if not."""
+    from ..testing.check import jobs
+
+    device = _device(args.device)
+    folder = Path(args.json or ".").resolve().parent
+    if not os.access(folder, os.W_OK) or Path(args.json or "").is_dir() and args.json:
+        raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
+    work = jobs(args.backend, device, args.quick, args.seed, args.random, args.configs)
+    header = _header(device, args)
+    triton = header["triton"] or "not installed"
+    print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
+    if not work:
+        print(f"No backend to check: {', '.join(args.backend or [])} takes no problem here. `tilewise explain` says why.")
+        return 1
+    names = list(dict.fromkeys(job.backend for job in work))
+    print(f"{len(work)} inputs on {', '.join(names)}; seed {args.seed}")
+    rows = _checked(work, device, _Progress(len(work)), args.failures)
+    print("\nsummary")
+    for name in names:
+        print(_summary(name, [r for r in rows if r.backend == name]))
+    failed = [r for r in rows if not r.ok]
+    if failed:
+        print(f"\n{len(failed)} FAILED:")
+        for row in failed:
+            print(f"  {row.backend} {row.dtype} {row.name} {row.pass_}: {row.where}")
+    if args.json:
+        _write(Path(args.json), {"header": header, "rows": [_finite(r) for r in rows]})
+        print(f"\nwritten: {args.json}")
+    return 1 if failed else 0
