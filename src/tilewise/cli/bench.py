@@ -83,6 +83,13 @@ def add_parser(subparsers: Any) -> None:
     add("--budget", type=float, metavar="S", help="stop after this many seconds and say what was left out")
     add("--timeout", type=float, default=60.0, metavar="S", help="the longest that one measurement may take (default: %(default)s)")
     add(
+        "--prepare-timeout",
+        type=float,
+        default=150.0,
+        metavar="S",
+        help="the longest that compiling one case may take (default: %(default)s)",
+    )
+    add(
         "--env",
         action="append",
         default=[],
@@ -123,7 +130,7 @@ def _conclude(document: dict[str, Any], args: argparse.Namespace) -> int:
         print(f"the budget of {args.budget:g} s ended; left out: {len(header['left_out'])} measurements")
         print("  " + "\n  ".join(header["left_out"]))
     if results.rows:
-        print(f"\nTFLOP/s on {report.title(header)}\n")
+        print(f"\n{results.unit} on {report.title(header)}\n")
         print(report.render(report.point_table(results)))
         if results.ours and results.peers:
             print(f"\nspeed of {results.ours} beside each peer (above 1: {results.ours} is faster)\n")
@@ -145,8 +152,8 @@ def _read(args: argparse.Namespace) -> tuple[list[Case], Settings]:
     passes = tuple(dict.fromkeys(filter(None, args.passes.split(","))))
     if not passes or set(passes) - set(PASSES):
         raise InvalidInput(f"--pass is {args.passes!r}, expected fwd, bwd or fwd,bwd.")
-    for name, least in (("rounds", 1), ("rest", 0), ("timeout", 1), ("budget", 1)):
-        value = getattr(args, name)
+    for name, least in (("rounds", 1), ("rest", 0), ("timeout", 1), ("prepare-timeout", 1), ("budget", 1)):
+        value = getattr(args, name.replace("-", "_"))
         if value is not None and not least <= value < float("inf"):
             raise InvalidInput(f"--{name} is {value}, expected a number of at least {least}.")
     names = [n for n in args.providers.split(",") if n] or default_names(grid.device)
@@ -165,6 +172,7 @@ def _read(args: argparse.Namespace) -> tuple[list[Case], Settings]:
         rounds=args.rounds,
         rest=args.rest,
         timeout=args.timeout,
+        prepare_timeout=args.prepare_timeout,
         budget=args.budget,
         env=_environments(args.env, labels),
     )
@@ -196,7 +204,7 @@ def _header(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "tilewise": __version__,
         "commit": args.commit or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": platform.processor() or platform.machine() if settings.device == "cpu" else None,
+        "device": _processor() if settings.device == "cpu" else None,
         "torch": torch.__version__,
         "triton": None,
         "cuda": torch.version.cuda,
@@ -207,6 +215,16 @@ def _header(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "rest_s": settings.rest,
         "env": settings.env,
     }
+
+
+def _processor() -> str:
+    """The name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _commit() -> str | None:

@@ -71,7 +71,7 @@ def _sdpa(backend: str | None) -> Callable[[], Loaded]:
         chosen = getattr(SDPBackend, backend) if backend else None
 
         def make(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
-            grouped = {"enable_gqa": True} if case.heads_q != case.heads_kv else {}
+            grouped: dict[str, Any] = {"enable_gqa": True} if case.heads_q != case.heads_kv else {}
 
             def attend() -> torch.Tensor:
                 if chosen is None:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Results", "point_table", "render", "summary_table", "title", "write_picture"]
+__all__ = ["PASS_NAMES", "Results", "point_table", "render", "summary_table", "title", "write_picture"]
 
 Point = tuple[str, int, bool, int, str]  # pass, head_dim, causal, seqlen_k, case
-_PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
+PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 _COLORS = {
     "seed": "#8c8c8c",
-    "flex": "#2a9d8f",
-    "flash": "#8ab17d",
+    "flex": "#12b5a6",
+    "flash": "#e9c46a",
     "cudnn": "#76b900",
-    "efficient": "#c9ada7",
+    "efficient": "#f4a261",
     "math": "#b08968",
-    "sdpa": "#8ab17d",
-    "fa3": "#457b9d",
-    "fa4": "#6d597a",
+    "sdpa": "#4d7c0f",
+    "fa3": "#1d6fb8",
+    "fa4": "#7b4fa3",
 }
 _OURS_COLOR = "#d1495b"
 
@@ -38,13 +38,15 @@ class Results:
         self.rows: list[dict[str, Any]] = document["rows"]
         self.providers = list(dict.fromkeys([*self.header.get("providers", {}), *(r["provider"] for r in self.rows)]))
         mine = [p for p in self.providers if self.is_ours(p)]
-        self.ours = mine[0] if mine else None
+        self.ours = "tilewise" if "tilewise" in mine else mine[0] if mine else None
         self.ms: dict[Point, dict[str, float | None]] = {}
-        self.tflops: dict[Point, dict[str, float | None]] = {}
+        self.speed: dict[Point, dict[str, float | None]] = {}
+        fastest = max((row["tflops"] for row in self.rows if row["tflops"] is not None), default=1.0)
+        self.unit, self.factor = ("TFLOP/s", 1.0) if fastest >= 1 else ("GFLOP/s", 1e3)
         for row in self.rows:
             point = (row["pass"], row["head_dim"], row["causal"], row["seqlen_k"], row["case"])
             self.ms.setdefault(point, {})[row["provider"]] = row["ms"]
-            self.tflops.setdefault(point, {})[row["provider"]] = row["tflops"]
+            self.speed.setdefault(point, {})[row["provider"]] = None if row["tflops"] is None else row["tflops"] * self.factor
 
     @staticmethod
     def is_ours(provider: str) -> bool:
@@ -92,26 +94,33 @@ def _times(value: float | None) -> str:
 
 
 def point_table(results: Results) -> list[list[str]]:
-    """One line a point: TFLOP/s of every provider, the best peer, and our speed beside it, beside the seed and beside flex."""
+    """One line a point: the speed of every provider, the best peer, and our speed beside it, beside the seed and beside flex."""
     versus = [p for p in ("seed", "flex") if p in results.peers and results.ours]
     head = ["pass", "D", "causal", "N", *results.providers, "best peer"]
     head += [f"{results.ours} / best peer", *(f"{results.ours} / {p}" for p in versus)] if results.ours else []
     lines = [head]
-    for point in results.points():
-        pass_, head_dim, causal, seqlen, _ = point
+    for pass_ in results.passes:
+        lines += _pass_lines(results, pass_, versus)
+    return lines
+
+
+def _pass_lines(results: Results, pass_: str, versus: list[str]) -> list[list[str]]:
+    """The points of one pass, and under them the geometric means of our relative speed."""
+    lines = []
+    for point in results.points(pass_):
+        _, head_dim, causal, seqlen, _ = point
         best = results.best_peer(point)
         line = [pass_, str(head_dim), "yes" if causal else "no", str(seqlen)]
-        line += [_figure(results.tflops[point].get(p)) for p in results.providers]
+        line += [_figure(results.speed[point].get(p)) for p in results.providers]
         line.append(best or "")
         if results.ours:
             line += [_times(results.ratio(point, best)), *(_times(results.ratio(point, p)) for p in versus)]
         lines.append(line)
     if results.ours:
-        for pass_ in results.passes:
-            blanks = [""] * (len(results.providers) + 1)
-            means = [_geometric_mean(results.best_ratios(pass_)), *(_geometric_mean(results.ratios(pass_, p)) for p in versus)]
-            if any(m is not None for m in means):
-                lines.append([pass_, "", "", "geometric mean", *blanks, *map(_times, means)])
+        blanks = [""] * (len(results.providers) + 1)
+        means = [_geometric_mean(results.best_ratios(pass_)), *(_geometric_mean(results.ratios(pass_, p)) for p in versus)]
+        if any(m is not None for m in means):
+            lines.append([pass_, "", "", "geometric mean", *blanks, *map(_times, means)])
     return lines
 
 
@@ -127,7 +136,7 @@ def summary_table(results: Results) -> list[list[str]]:
             faster = sum(r > 1 for r in ratios)
             spread = (min(ratios), _geometric_mean(ratios), max(ratios))
             counts = map(str, (len(ratios), faster, sum(r < 1 for r in ratios)))
-            lines.append([_PASS_NAMES.get(pass_, pass_), name, *counts, *map(_times, spread)])
+            lines.append([PASS_NAMES.get(pass_, pass_), name, *counts, *map(_times, spread)])
     return lines
 
 
@@ -153,14 +162,14 @@ def title(header: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def write_picture(results: Results, path: Path, width: float = 11.0) -> None:
-    """TFLOP/s against length, one panel for each pass, mask and head_dim."""
+def write_picture(results: Results, path: Path, passes: Sequence[str] = ()) -> None:
+    """Speed against length, one panel for each pass (all of them, or those named), mask and head_dim."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     dims = sorted({p[1] for p in results.ms})
-    bands = [(pass_, causal) for pass_ in results.passes for causal in sorted({p[2] for p in results.points(pass_)})]
-    figure = Figure(figsize=(width, 1.1 + 2.3 * max(1, len(bands))), layout="constrained")
+    bands = [(pass_, causal) for pass_ in passes or results.passes for causal in sorted({p[2] for p in results.points(pass_)})]
+    figure = Figure(figsize=(11.0, 1.1 + 2.3 * max(1, len(bands))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(max(1, len(bands)), max(1, len(dims)), sharey="row", sharex=True, squeeze=False)
     handles: dict[str, Any] = {}
@@ -169,14 +178,13 @@ def write_picture(results: Results, path: Path, width: float = 11.0) -> None:
             ax = axes[i][j]
             points = sorted((p for p in results.points(pass_) if p[1] == head_dim and p[2] == causal), key=lambda p: p[3])
             for provider in [*results.peers, *(p for p in results.providers if results.is_ours(p))]:
-                xy = [(p[3], value) for p in points if (value := results.tflops[p].get(provider)) is not None]
+                xy = [(p[3], value) for p in points if (value := results.speed[p].get(provider)) is not None]
                 if xy:
                     handles.setdefault(provider, ax.plot(*zip(*xy, strict=True), **_line(provider))[0])
             ax.set_xscale("log", base=2)
             ax.set_xticks(sorted({p[3] for p in results.ms}))
             ax.xaxis.set_major_formatter(_length)
             ax.minorticks_off()
-            ax.set_ylim(bottom=0)
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)
             if i == 0:
@@ -184,7 +192,9 @@ def write_picture(results: Results, path: Path, width: float = 11.0) -> None:
             if i == len(bands) - 1:
                 ax.set_xlabel("sequence length")
             if j == 0:
-                ax.set_ylabel(f"{_PASS_NAMES.get(pass_, pass_)}, {'causal' if causal else 'full'}\nTFLOP/s")
+                ax.set_ylabel(f"{PASS_NAMES.get(pass_, pass_)}, {'causal' if causal else 'full'}\n{results.unit}")
+    for ax in axes[:, 0]:
+        ax.set_ylim(bottom=0)  # after every panel of the row, whose scale it shares
     figure.suptitle(title(results.header), fontsize=10)
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)), frameon=False)

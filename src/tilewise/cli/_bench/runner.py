@@ -25,6 +25,7 @@ __all__ = ["Progress", "Run", "Settings"]
 
 _LOSSES_IN_A_ROW = 3  # a provider that crashes or hangs this often is not started again
 _IMPORT_TIMEOUT = 180.0
+_LEAST = 1.0  # seconds of budget for which nothing more is begun
 _PREPARE_SHARE = 0.5  # of the budget: what is not prepared by then is prepared when its turn comes
 
 
@@ -40,7 +41,7 @@ class Settings:
     warmup: float = 25.0
     rep: float = 100.0
     timeout: float = 60.0
-    prepare_timeout: float = 90.0
+    prepare_timeout: float = 150.0
     budget: float | None = None
     env: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -175,16 +176,10 @@ class Run:
         turns = [(c, p) for c in self.cases for p in self.settings.passes]
         todo = [(c, p, r, s) for i, (c, p) in enumerate(turns) for r in range(self.settings.rounds) for s in self._turn(p, i + r)]
         self.progress.phase("time", len(todo))
-        longest = 0.0
         for done, (case, pass_, _, state) in enumerate(todo):
-            if self._left() < max(1.0, longest if longest < 10 else 1.0):
+            if self._left() < _LEAST or not self._measure(state, case, pass_):
                 self._leave_out(todo[done:])
                 return
-            began = time.monotonic()
-            if not self._measure(state, case, pass_):
-                self._leave_out(todo[done:])
-                return
-            longest = max(longest, time.monotonic() - began)
             row = self._rows[case, pass_, state.provider.name]
             self.progress.step(f"{state.provider.name} {pass_} {_short(case)}: {_outcome(row)}")
 
@@ -199,8 +194,8 @@ class Run:
         settings = self.settings
         message = {"op": "measure", "rest": settings.rest, "warmup": settings.warmup, "rep": settings.rep}
         limit = settings.timeout + settings.rest
-        reply = self._ask(state, message, case, pass_, min(limit, max(1.0, self._left())))
-        if reply.get("late") and self._left() < 1.0:
+        reply = self._ask(state, message, case, pass_, min(limit, max(_LEAST, self._left())))
+        if reply.get("late") and self._left() < _LEAST:
             return False
         row = self._row(state, case, pass_)
         row["error"] = reply.get("error")
@@ -235,7 +230,7 @@ class Run:
         try:
             if not state.worker.running:
                 state.worker.start()
-                facts = state.worker.hello(min(_IMPORT_TIMEOUT, max(1.0, self._left())))
+                facts = state.worker.hello(min(_IMPORT_TIMEOUT, max(_LEAST, self._left())))
                 if "error" in facts:
                     raise WorkerLost(facts["error"], late=False)
             reply = state.worker.ask(message, timeout)

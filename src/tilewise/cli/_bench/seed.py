@@ -4,6 +4,9 @@ Forward only, tensor descriptors on the host, base-two exponential, the free par
 and a search over tile sizes, warps and stages for each case.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# (kernels are Triton's language, not Python's types)
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -90,7 +93,7 @@ class Seed(Tunable):
         blocks = zip((q, k, v, o), (block_m, block_n, block_n, block_m), strict=True)
         descs = [TensorDescriptor(t, [rows, case.head_dim], [case.head_dim, 1], [b, case.head_dim]) for t, b in blocks]
         args = (*descs, lse, case.head_dim**-0.5 * LOG2_E, case.seqlen_q, case.head_dim, case.causal, block_m, block_n)
-        options = {"DTYPE": getattr(tl, case.dtype), "num_stages": num_stages, "num_warps": num_warps}
+        options = {"DTYPE": getattr(tl, case.dtype), "num_stages": num_stages, "num_warps": num_warps, "enable_fp_fusion": True}
         grid = (case.seqlen_q // block_m, case.batch * case.heads_q)
         if warmup:
             _seed_kernel.warmup(*args, grid=grid, **options)

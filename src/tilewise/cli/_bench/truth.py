@@ -8,8 +8,8 @@ from .cases import Case
 
 __all__ = ["TOLERANCE", "error_of", "truth"]
 
-# Largest accepted error beside the size of what is compared: several times what correct kernels show, far below any real fault.
-TOLERANCE = {"bfloat16": 5e-2, "float16": 1e-2, "float32": 5e-3, "float64": 1e-8}
+# Largest accepted error beside the size of what is compared: several times what correct kernels show (float32: with TF32 products).
+TOLERANCE = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 5e-3, "float64": 1e-8}
 _SAMPLES = 32
 _CHUNK = 1024  # queries at a time: the scores of a chunk are all that is ever materialised
 

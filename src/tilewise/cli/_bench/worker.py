@@ -191,7 +191,7 @@ class Session:
             else:
                 reply = self.measure(case, pass_, message["rest"], message["warmup"], message["rep"])
         except torch.OutOfMemoryError as error:
-            reply = {"error": "out of memory: " + _first_line(error), "memory": True}
+            reply = {"error": f"out of memory ({_first_line(error)})", "memory": True}
         except ArithmeticError as error:
             reply = {"error": str(error)}
         except Exception as error:
