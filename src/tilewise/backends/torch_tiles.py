@@ -59,7 +59,7 @@ def tile_sizes(problem: Problem) -> Sizes:
     group = min(p.group, BLOCK_M)
     block_m = min(p.seqlen_q, max(1, BLOCK_M // group))
     # Few rows (decoding) take more keys at once: fewer, longer tiles.
-    block_n = min(p.seqlen_k, BLOCK_N * min(16, max(1, BLOCK_M // (group * block_m))))
+    block_n = min(p.seqlen_k, BLOCK_N * min(8, max(1, BLOCK_M // (group * block_m))))
     rows, width = group * block_m, p.head_dim + p.head_dim_v
     heads = max(1, TILE_ELEMENTS // (rows * block_n + (rows + block_n) * width))
     if heads >= p.heads_kv:
@@ -251,7 +251,7 @@ def backward(
                 _backward_tile(work, m_block, rows, k[b, h], v[b, h], None if dq is None else dq[at], dk_sum, dv_sum)
         for out, total in ((dk, dk_sum), (dv, dv_sum)):
             if out is not None and total is not None and total.dtype != out.dtype:
-                out[b, h] = total.to(out.dtype)
+                out[b, h].copy_(total)
 
 
 def _sum_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
