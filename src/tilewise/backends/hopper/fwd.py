@@ -26,28 +26,36 @@ LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_start", "upper", "lowe
 
 
 @gluon.jit
+def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+    """Producer: everything for tile ``index``, and in DYNAMIC order the tile after it, which is taken late: one taken at the start of
+    a long tile would wait for its end."""
+    batch, head, start_m, lo, hi = work.locate(index)
+    for c in gl.static_range(work.CONSUMERS):
+        q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
+    head_kv = head // group
+    count = hi - lo
+    for j in range(count):
+        start_n = (hi - 1 - j) * work.BLOCK_N
+        k_ring.fill(k_desc, batch, head_kv, start_n, step)
+        v_ring.fill(v_desc, batch, head_kv, start_n, step)
+        step += 1
+        if work.DYNAMIC:
+            if j == max(count - 3, 0):
+                index = work.issue(turn)
+    return index, step
+
+
+@gluon.jit
 def _producer(work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """Fill the rings. In DYNAMIC order also take the next tile, late: one taken at the start of a long tile would wait for its end."""
     step = 0
     turn = 0
     index = gl.program_id(0)
-    while index < work.total():
-        batch, head, start_m, lo, hi = work.locate(index)
-        for c in gl.static_range(work.CONSUMERS):
-            q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
-        head_kv = head // group
-        count = hi - lo
-        for j in range(count):
-            start_n = (hi - 1 - j) * work.BLOCK_N
-            k_ring.fill(k_desc, batch, head_kv, start_n, step)
-            v_ring.fill(v_desc, batch, head_kv, start_n, step)
-            step += 1
-            if work.DYNAMIC:
-                if j == max(count - 3, 0):
-                    index = work.issue(turn)
-        if not work.DYNAMIC:
-            index += gl.num_programs(0)
-        turn += 1
+    if work.DYNAMIC:
+        while index < work.total():
+            index, step = _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)
+            turn += 1
+    else:
+        _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)
 
 
 @gluon.jit
@@ -143,49 +151,60 @@ def _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
-    """Consumer ``C``: rows ``C * 64 .. C * 64 + 64`` of every query tile of this program."""
+def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
+    """Consumer ``C``: its 64 rows of tile ``index``. Returns the ring step after the tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    batch, head, start_m, lo, hi = work.locate(index)
+    start_row = start_m + C * ROWS
+    own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
+    q_tile = q_ring.take(turn * work.CONSUMERS + C)
+    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+
+    # The first key tile: nothing to rescale yet.
+    k_tile = k_ring.take(step)
+    s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
+    k_ring.release(step)
+    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
+    s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
+    p, _, m_i, l_i = softmax_step(s, None, None, scale, True)
+    p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+    acc = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, O_LAYOUT)
+
+    if work.OVERLAP:
+        for j in range(1, own_hi - own_lo):
+            p, acc, m_i, l_i, step = _overlapped_step(
+                p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                S_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        acc, step = _add_values(p, acc, step, v_ring)
+    else:
+        acc, step = _add_values(p, acc, step, v_ring)
+        for j in range(1, own_hi - own_lo):
+            acc, m_i, l_i, step = _serial_step(
+                acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                S_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+
+    step = _pass_over(own_lo - lo, step, k_ring, v_ring)
+    _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
+    q_ring.give_back(turn * work.CONSUMERS + C)
+    return step
+
+
+@gluon.jit
+def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
     step = 0
     turn = 0
     index = gl.program_id(0)
-    while index < work.total():
-        batch, head, start_m, lo, hi = work.locate(index)
-        start_row = start_m + C * ROWS
-        own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
-        q_tile = q_ring.take(turn * work.CONSUMERS + C)
-        step = _pass_over(hi - own_hi, step, k_ring, v_ring)
-
-        # The first key tile: nothing to rescale yet.
-        k_tile = k_ring.take(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
-        k_ring.release(step)
-        s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
-        s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
-        p, _, m_i, l_i = softmax_step(s, None, None, scale, True)
-        p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-        acc = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, O_LAYOUT)
-
-        if work.OVERLAP:
-            for j in range(1, own_hi - own_lo):
-                p, acc, m_i, l_i, step = _overlapped_step(
-                    p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2, S_LAYOUT, P_LAYOUT,
-                )  # fmt: skip
-            acc, step = _add_values(p, acc, step, v_ring)
-        else:
-            acc, step = _add_values(p, acc, step, v_ring)
-            for j in range(1, own_hi - own_lo):
-                acc, m_i, l_i, step = _serial_step(
-                    acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2, S_LAYOUT, P_LAYOUT,
-                )  # fmt: skip
-
-        step = _pass_over(own_lo - lo, step, k_ring, v_ring)
-        _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
-        q_ring.give_back(turn * work.CONSUMERS + C)
-        index = work.following(index, turn)
-        turn += 1
+    if work.DYNAMIC:
+        while index < work.total():
+            step = _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)
+            index = work.following(turn)
+            turn += 1
+    else:
+        _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)

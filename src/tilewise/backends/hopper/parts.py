@@ -177,27 +177,33 @@ class Work:
         )
 
     @gluon.jit
-    def following(self, index, turn):
-        """Consumer: the tile after ``index``, which was this program's tile number ``turn``."""
-        if self.DYNAMIC:
-            slot = turn % TICKETS
-            wait(self.issued.index(slot), (turn // TICKETS) & 1)
-            return gl.inline_asm("ld.shared.u32 $0, [$1];", "=r,r,~{memory}", [self.ticket.index(slot)], gl.int32)
-        else:
-            return index + gl.num_programs(0)
+    def following(self, turn):
+        """Consumer, DYNAMIC: the tile after this program's tile number ``turn``."""
+        slot = turn % TICKETS
+        wait(self.issued.index(slot), (turn // TICKETS) & 1)
+        return gl.inline_asm("ld.shared.u32 $0, [$1];", "=r,r,~{memory}", [self.ticket.index(slot)], gl.int32)
 
 
 @gluon.jit
 def masked(s, work, n_block, start_row, free_lo, free_hi):
-    """Scores [ROWS, BLOCK_N] with -inf where a row may not see a key. Free tiles branch around it."""
+    """Scores [ROWS, BLOCK_N] with -inf where a row may not see a key. Free tiles branch around it.
+
+    The columns are seen as [BLOCK_N / 8, 4, 2], as a thread holds them: its place in the four is added to the position of the tile,
+    and only then the constants. Added the other way round, 16 column numbers or more would be kept in registers across the loop.
+    """
     if work.MASKED:
         if (n_block < free_lo) | (n_block >= free_hi):
-            q_pos = work.q_start + start_row + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
-            kv_pos = n_block * work.BLOCK_N + gl.arange(0, work.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-            ok = allowed(
-                q_pos[:, None], kv_pos[None, :], work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER
-            )  # fmt: skip
-            s = gl.where(ok, s, -float("inf"))
+            x = s.reshape([ROWS, work.BLOCK_N // 8, 4, 2])
+            L: gl.constexpr = x.type.layout
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+            eight = gl.arange(0, work.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+            quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+            pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+            q_pos = (work.q_start + start_row + row)[:, None, None, None]
+            kv_pos = (n_block * work.BLOCK_N + quad * 2)[None, None, :, None] + eight[None, :, None, None] * 8 + pair[None, None, None, :]
+            ok = allowed(q_pos, kv_pos, work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER)
+            x = gl.where(ok, x, -float("inf"))
+            s = gl.convert_layout(x.reshape([ROWS, work.BLOCK_N]), s.type.layout, assert_trivial=True)
     return s
 
 
