@@ -16,7 +16,7 @@ import torch
 
 from .backends import module_of
 from .errors import AttentionError, BackendBroken, BackendRefused
-from .problem import Problem, check_kinds, check_precision, check_scale, check_tensors, dtype_name, grad_letters
+from .problem import Problem, check_precision, check_tensors, dtype_name, grad_letters
 from .select import capability, choose
 from .spec import Spec
 

@@ -40,7 +40,8 @@ def bulk_copyable(t: torch.Tensor) -> bool:
     item = t.element_size()
     if t.stride(-1) != 1 or t.shape[-1] * item % 16 or t.data_ptr() % 16:
         return False
-    return all(size == 1 or (stride > 0 and stride * item % 16 == 0) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    outer = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return all(size == 1 or (stride > 0 and stride * item % 16 == 0) for size, stride in outer)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,596 @@
+"""The operators: registration, gradients, transforms, compile, export, autocast."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+
+FORWARD = torch.ops.tilewise.attention_forward
+BACKWARD = torch.ops.tilewise.attention_backward
+BACKEND = "torch"
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def qkv(grad: str = "", dtype: torch.dtype = torch.float32, n: int = 9, m: int = 11) -> list[torch.Tensor]:
+    shapes = ((2, 4, n, 8), (2, 2, m, 8), (2, 2, m, 6))
+    tensors = [draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    return [t.requires_grad_(name in grad) for name, t in zip("qkv", tensors, strict=True)]
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return tw.attention(q, k, v, causal=True, backend=BACKEND)
+
+
+def oracle_gradients(q, k, v, spec, loss):
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(loss(*tw.reference(*leaves, spec)), leaves)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tol: float = 2e-5) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=tol, atol=tol)
+
+
+class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the ``grad`` letters and the outputs of every operator call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "tilewise":
+            self.calls.append((func.name().split("::")[1].split(".")[0], args[-1], out))
+        return out
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("spec", [tw.full(), tw.causal(), tw.causal("top_left"), tw.window(2, 1), tw.window(-1, 0)], ids=str)
+@pytest.mark.parametrize("use", ["o", "lse", "both"])
+def test_gradient_through_each_output(backend, spec, use):
+    def loss(o, lse):
+        lse = torch.where(lse == float("-inf"), 0.0, lse)
+        return {"o": o.square().sum(), "lse": lse.sin().sum(), "both": o.square().sum() + lse.sin().sum()}[use]
+
+    q, k, v = qkv("qkv", n=11, m=9)
+    o, lse = tw.attention(q, k, v, spec=spec, return_lse=True, backend=backend)
+    o64, lse64 = tw.reference(q, k, v, spec)
+    close(o, o64)
+    close(lse, lse64)
+    # ``allow_unused``: lse does not depend on v
+    grads = torch.autograd.grad(loss(o, lse), (q, k, v), allow_unused=True)
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    want = torch.autograd.grad(loss(*tw.reference(*leaves, spec)), leaves, allow_unused=True)
+    for t, grad, ref in zip((q, k, v), grads, want, strict=True):
+        close(torch.zeros_like(t) if grad is None else grad, torch.zeros_like(t) if ref is None else ref)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1, 0)}, {"window": (-1, 0)}])
+def test_gradcheck_in_float64(backend, mask):
+    q, k, v = (draw(1, h, n, 3, seed=i, dtype=torch.float64).requires_grad_() for i, (h, n) in enumerate(((2, 5), (1, 4), (1, 4))))
+
+    def finite(q, k, v):
+        o, lse = tw.attention(q, k, v, return_lse=True, backend=backend, sm_scale=-0.7, **mask)
+        return o, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    assert torch.autograd.gradcheck(finite, (q, k, v))
+
+
+@pytest.mark.parametrize("grad", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+def test_only_gradients_of_inputs_that_need_one_are_computed(grad):
+    inputs = qkv(grad)
+    with Spy() as spy:
+        causal(*inputs).square().sum().backward()
+    (_, forward_letters, _), (name, letters, outputs) = spy.calls
+    assert (name, letters, forward_letters) == ("attention_backward", grad, grad)
+    assert [out.numel() > 0 for out in outputs] == [name in grad for name in "qkv"]
+    want = oracle_gradients(*inputs, tw.causal(), lambda o, lse: o.square().sum())
+    for name, t, ref in zip("qkv", inputs, want, strict=True):
+        if name in grad:
+            close(t.grad, ref)
+        else:
+            assert t.grad is None
+
+
+def test_one_tensor_as_q_k_and_v_gets_the_sum_of_its_gradients():
+    x = draw(1, 2, 7, 8).requires_grad_()
+    causal(x, x, x).square().sum().backward()
+    close(x.grad, sum(oracle_gradients(x, x, x, tw.causal(), lambda o, lse: o.square().sum())))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_graph_where_gradients_are_off(context):
+    q, k, v = qkv("qkv")
+    with context():
+        o, lse = tw.attention(q, k, v, return_lse=True, backend=BACKEND)
+    assert not o.requires_grad
+    assert not lse.requires_grad
+    assert o.is_inference() == (context is torch.inference_mode)
+    close(o, tw.reference(q, k, v)[0])
+
+
+def test_empty_extents_have_zero_gradients():
+    for n, m in ((0, 5), (5, 0), (0, 0)):
+        q, k, v = qkv("qkv", n=n, m=m)
+        o, lse = tw.attention(q, k, v, return_lse=True, backend=BACKEND)
+        assert not o.any()
+        assert (lse == float("-inf")).all()
+        o.sum().backward()
+        for t in (q, k, v):
+            assert t.grad.shape == t.shape
+            assert not t.grad.any()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant):
+    inputs = qkv("qkv")
+    checkpoint(causal, *inputs, use_reentrant=reentrant).square().sum().backward()
+    for t, ref in zip(inputs, oracle_gradients(*inputs, tw.causal(), lambda o, lse: o.square().sum()), strict=True):
+        close(t.grad, ref)
+
+
+# What is refused
+
+
+def squared(q, k, v):
+    return causal(q, k, v).square().sum()
+
+
+def second_by_create_graph(q, k, v):
+    (dq,) = torch.autograd.grad(squared(q.requires_grad_(), k, v), q, create_graph=True)
+    return torch.autograd.grad(dq.sum(), q)
+
+
+def second_by_gradgradcheck(q, k, v):
+    tensors = [t[:1, :1, :2, :2].double().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.gradgradcheck(causal, tensors)
+
+
+def second_by_functional_hvp(q, k, v):
+    return torch.autograd.functional.hvp(lambda q: squared(q, k, v), q, q)
+
+
+def second_by_grad_of_grad(q, k, v):
+    first = torch.func.grad(squared)
+    return torch.func.grad(lambda q: first(q, k, v).sum())(q)
+
+
+def second_by_vjp_of_grad(q, k, v):
+    dq, pull = torch.func.vjp(lambda q: torch.func.grad(squared)(q, k, v), q)
+    return pull(dq)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [second_by_create_graph, second_by_gradgradcheck, second_by_functional_hvp, second_by_grad_of_grad, second_by_vjp_of_grad],
+)
+def test_second_derivative_is_refused(attempt):
+    with pytest.raises(tw.BackendRefused, match=r"no second derivative.*scaled_dot_product_attention"):
+        attempt(*qkv())
+
+
+def test_create_graph_alone_gives_the_first_derivative():
+    q, k, v = qkv("qkv")
+    grads = torch.autograd.grad(squared(q, k, v), (q, k, v), create_graph=True)
+    for grad, ref in zip(grads, oracle_gradients(q, k, v, tw.causal(), lambda o, lse: o.square().sum()), strict=True):
+        close(grad.detach(), ref)
+
+
+def forward_by_func_jvp(q, k, v):
+    return torch.func.jvp(lambda q: causal(q, k, v), (q,), (q,))
+
+
+def forward_by_jacfwd(q, k, v):
+    return torch.func.jacfwd(lambda v: causal(q, k, v))(v)
+
+
+def forward_by_hessian(q, k, v):
+    return torch.func.hessian(lambda q: squared(q, k, v))(q)
+
+
+def forward_by_dual(q, k, v):
+    with forward_ad.dual_level():
+        return causal(q, forward_ad.make_dual(k, k), v)
+
+
+def forward_by_dual_where_a_gradient_is_needed(q, k, v):
+    with forward_ad.dual_level():
+        return causal(q.requires_grad_(), forward_ad.make_dual(k, k), v)
+
+
+def forward_by_dual_without_grad(q, k, v):
+    with forward_ad.dual_level(), torch.no_grad():
+        return causal(q, k, forward_ad.make_dual(v, v))
+
+
+def forward_by_dual_upstream_gradient(q, k, v):
+    o = causal(q.requires_grad_(), k, v)
+    with forward_ad.dual_level():
+        return torch.autograd.grad(o, q, forward_ad.make_dual(o.detach(), o.detach()))
+
+
+def forward_by_operator(q, k, v):
+    with forward_ad.dual_level():
+        return FORWARD(forward_ad.make_dual(q, q), k, v, "full", None, None, BACKEND, "")
+
+
+def forward_by_compiled_function(q, k, v):
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
+    compiled(q, k, v)
+    with forward_ad.dual_level():
+        return compiled(forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        forward_by_func_jvp,
+        forward_by_jacfwd,
+        forward_by_hessian,
+        forward_by_dual,
+        forward_by_dual_where_a_gradient_is_needed,
+        forward_by_dual_without_grad,
+        forward_by_dual_upstream_gradient,
+        forward_by_operator,
+        forward_by_compiled_function,
+    ],
+)
+def test_forward_mode_is_refused(attempt):
+    with pytest.raises(tw.BackendRefused, match=r"no forward-mode derivative.*scaled_dot_product_attention"):
+        attempt(*qkv())
+
+
+def test_primal_without_tangent_passes_inside_a_dual_level():
+    q, k, v = qkv()
+    with forward_ad.dual_level():
+        close(causal(q, k, v), tw.reference(q, k, v, tw.causal())[0])
+
+
+# torch.func
+
+
+def test_func_grad_and_vjp():
+    q, k, v = qkv()
+    want = oracle_gradients(q, k, v, tw.causal(), lambda o, lse: o.square().sum())
+    for grad, ref in zip(torch.func.grad(squared, argnums=(0, 1, 2))(q, k, v), want, strict=True):
+        close(grad, ref)
+    o, pull = torch.func.vjp(causal, q, k, v)
+    for grad, ref in zip(pull(2 * o), want, strict=True):
+        close(grad, ref)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, 0)], ids=str)
+def test_vmap_and_vmap_of_grad_equal_a_loop(in_dims):
+    tensors = [torch.stack([t, 2 * t, t - 1], dim=dim) if dim is not None else t for t, dim in zip(qkv(), in_dims, strict=True)]
+    parts = [[t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims, strict=True)] for i in range(3)]
+
+    def both(q, k, v):
+        return tw.attention(q, k, v, causal=True, return_lse=True, backend=BACKEND)
+
+    for got, want in zip(torch.vmap(both, in_dims)(*tensors), zip(*(both(*p) for p in parts), strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(want))
+    grad = torch.func.grad(lambda *t: both(*t)[0].square().sum() + both(*t)[1].sum(), argnums=(0, 1, 2))
+    for got, want in zip(torch.vmap(grad, in_dims)(*tensors), zip(*(grad(*p) for p in parts), strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(want))
+
+
+def test_vmap_inside_ordinary_autograd():
+    tensors = [torch.stack([t, 2 * t]).requires_grad_() for t in qkv()]
+    torch.vmap(causal)(*tensors).square().sum().backward()
+    for i in range(2):
+        want = oracle_gradients(*(t[i] for t in tensors), tw.causal(), lambda o, lse: o.square().sum())
+        for t, ref in zip(tensors, want, strict=True):
+            close(t.grad[i], ref, 1e-4)
+
+
+def test_jacrev_equals_autograd():
+    q, k, v = (draw(1, 1, 3, 2, seed=i, dtype=torch.float64) for i in range(3))
+    got = torch.func.jacrev(lambda q: causal(q, k, v))(q)
+    close(got, torch.autograd.functional.jacobian(lambda q: tw.reference(q, k, v, tw.causal())[0], q), 1e-10)
+
+
+def test_func_derivative_of_the_bare_operator_is_refused():
+    q, k, v = qkv()
+    with pytest.raises(tw.BackendRefused, match="work in eager mode"):
+        torch.func.grad(lambda q: FORWARD(q, k, v, "full", None, None, BACKEND, "")[0].sum())(q)
+
+
+# Registration
+
+LAYOUTS = {
+    "contiguous": lambda b, h, n, d: draw(b, h, n, d),
+    "transposed": lambda b, h, n, d: draw(b, n, h, d).transpose(1, 2),
+    "batch_inside": lambda b, h, n, d: draw(n, b, h, d).permute(1, 2, 0, 3),
+    "last_dim_strided": lambda b, h, n, d: draw(b, h, d, n).transpose(2, 3),
+    "padded": lambda b, h, n, d: draw(b, h, n + 1, 2 * d)[:, :, 1:, 1::2],
+    "expanded": lambda b, h, n, d: draw(1, 1, n, d).expand(b, h, n, d),
+}
+SIZES = [  # batch, heads_q, heads_kv, seqlen_q, seqlen_k
+    *[(2, 4, 2, 5, 7), (1, 1, 1, 5, 7), (2, 4, 2, 1, 1), (1, 4, 1, 1, 7)],
+    *[(0, 4, 2, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (2, 2, 2, 1, 0), (2, 0, 0, 5, 7)],
+]
+
+
+def metadata(outputs):
+    return [(t.shape, t.dtype, t.stride(), t.device.type) for t in outputs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_kernels_have_the_strides_of_the_real_ones(layout):
+    for batch, heads_q, heads_kv, n, m in SIZES:
+        make = LAYOUTS[layout]
+        tensors = [make(batch, heads_q, n, 4), make(batch, heads_kv, m, 4), LAYOUTS["transposed"](batch, heads_kv, m, 3)]
+        settings = ("full", None, None, BACKEND)
+        real = FORWARD(*tensors, *settings, "qkv")
+        real_grads = [BACKWARD(*real, *tensors, *real, *settings, grad) for grad in ("qkv", "q", "kv")]
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake_inputs = [mode.from_tensor(t) for t in tensors]
+            fake = FORWARD(*fake_inputs, *settings, "qkv")
+            fake_grads = [BACKWARD(fake[0], None, *fake_inputs, *fake, *settings, grad) for grad in ("qkv", "q", "kv")]
+        for ours, theirs in zip((fake, *fake_grads), (real, *real_grads), strict=True):
+            assert metadata(ours) == metadata(theirs)
+
+
+def test_output_keeps_the_memory_order_of_q():
+    q, k, v = (draw(2, n, h, 8).transpose(1, 2) for n, h in ((5, 4), (7, 2), (7, 2)))
+    o = tw.attention(q, k, v, backend=BACKEND)
+    assert o.transpose(1, 2).is_contiguous()
+    assert tw.attention(q.contiguous(), k, v, backend=BACKEND).is_contiguous()
+
+
+@pytest.mark.parametrize("grad", ["", "qkv", "k"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+def test_opcheck_forward(layout, grad):
+    tensors = [LAYOUTS[layout](2, h, n, 4).detach() for h, n in ((4, 5), (2, 7), (2, 7))]
+    inputs = [t.requires_grad_(name in grad) for name, t in zip("qkv", tensors, strict=True)]
+    for mask in ("full", "upper:0,align:bottom_right"):
+        torch.library.opcheck(FORWARD.default, (*inputs, mask, 0.3, None, BACKEND, grad))
+
+
+def test_opcheck_backward():
+    tensors = qkv()
+    o, lse = FORWARD(*tensors, "full", None, None, BACKEND, "qkv")
+    for do, dlse, grad in ((o, lse, "qkv"), (None, lse, "k"), (o, None, "v")):
+        torch.library.opcheck(BACKWARD.default, (do, dlse, *tensors, o, lse, "full", None, None, BACKEND, grad))
+
+
+def test_a_fault_inside_a_backend_names_the_backend_and_the_problem(monkeypatch):
+    from tilewise.backends import module_of
+
+    def fail(*args):
+        raise ValueError("tile of 3 rows")
+
+    monkeypatch.setattr(module_of(BACKEND), "forward", fail)
+    with pytest.raises(tw.BackendBroken, match=r"'torch' accepted .* forward pass: ValueError: tile of 3 rows\nProblem: dtype="):
+        causal(*qkv())
+
+
+# torch.compile
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 0), "align": "top_left"},
+    "list_window": {"window": [3, None]},
+    "spec": {"spec": tw.Spec(upper=1, lower=4)},
+    "scale_and_name": {"sm_scale": 0.3, "precision": "ieee", "causal": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_compiled_equals_eager(fresh_compiler, call, return_lse):
+    def loss(q, k, v):
+        out = tw.attention(q, k, v, return_lse=return_lse, backend=BACKEND, **CALLS[call])
+        return (out[0].square().sum() + out[1].sin().sum()) if return_lse else out.square().sum()
+
+    eager, compiled = qkv("qkv"), qkv("qkv")
+    want = loss(*eager)
+    want.backward()
+    got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled)
+    got.backward()
+    torch.testing.assert_close(got, want)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("how", ["dynamic", "mark_dynamic"])
+def test_one_graph_serves_every_length(fresh_compiler, how):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(causal, fullgraph=True, backend=counter, dynamic=True if how == "dynamic" else None)
+    for n, m in ((9, 11), (16, 16), (5, 20), (33, 17)):
+        inputs, same = qkv("qkv", n=n, m=m), qkv("qkv", n=n, m=m)
+        if how == "mark_dynamic":
+            for t in inputs:
+                torch._dynamo.mark_dynamic(t, 2)
+        compiled(*inputs).square().sum().backward()
+        causal(*same).square().sum().backward()
+        for a, b in zip(inputs, same, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    assert counter.frame_count == 1
+
+
+def test_window_and_scale_as_arguments_of_a_compiled_function(fresh_compiler):
+    def windowed(q, k, v, left, scale):
+        return tw.attention(q, k, v, window=(left, 0), sm_scale=scale, backend=BACKEND)
+
+    compiled = torch.compile(windowed, fullgraph=True, backend="aot_eager")
+    for left, scale in ((2, 0.5), (3, 0.25), (4, 0.125)):
+        torch.testing.assert_close(compiled(*qkv(), left, scale), windowed(*qkv(), left, scale))
+
+
+def test_inductor_between_products_and_transposed_heads(fresh_compiler):
+    def block(x, w_q, w_kv, w_o):
+        q, k, v = ((x @ w).unflatten(-1, (2, 8)).transpose(1, 2) for w in (w_q, w_kv, w_kv))
+        return tw.attention(q, k, v, causal=True, backend=BACKEND).transpose(1, 2).flatten(2) @ w_o
+
+    x, w_q, w_kv, w_o = draw(2, 6, 16), draw(16, 16, seed=1).requires_grad_(), draw(16, 16, seed=2), draw(16, 4, seed=3)
+    want, got = block(x, w_q, w_kv, w_o), torch.compile(block, fullgraph=True)(x, w_q, w_kv, w_o)
+    torch.testing.assert_close(got, want)
+    upstream = draw(*want.shape, seed=4)
+    grads = (torch.autograd.grad(out, w_q, upstream)[0] for out in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
+
+
+FIRST_CALL = """
+import warnings
+import torch
+import tilewise as tw
+warnings.simplefilter("error")
+q, k, v = (torch.randn(1, 2, 7, 8, requires_grad=True) for _ in range(3))
+loss = torch.compile(lambda *t: tw.attention(*t, causal=True, backend="torch").square().sum(), fullgraph=True, backend="aot_eager")
+loss(q, k, v).backward()
+got = [t.grad for t in (q, k, v)]
+tw.attention(q.detach(), k, v, causal=True, backend="torch")
+want = torch.autograd.grad(tw.reference(q, k, v, tw.causal())[0].square().sum(), (q, k, v))
+assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, want)), "gradients differ"
+print("equal")
+"""
+
+
+def test_compiled_call_is_the_first_of_a_process():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"window": (-3, 1)}, "window's left is -3"),
+        ({"sm_scale": float("nan")}, "sm_scale is nan"),
+        ({"backend": "cudnn"}, "backend is 'cudnn', expected one of 'auto'"),
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"align": "middle"}, "align is 'middle'"),
+    ],
+)
+def test_compiled_bad_argument_is_named(fresh_compiler, arguments, message):
+    with pytest.raises(Exception, match=message):
+        torch.compile(lambda *t: tw.attention(*t, **arguments), fullgraph=True, backend="aot_eager")(*qkv())
+
+
+def test_compiled_bad_shape_is_named(fresh_compiler):
+    q, k, v = qkv()
+    with pytest.raises(Exception, match="k has 2 heads but q has 3: heads_q must be a multiple of heads_kv"):
+        torch.compile(causal, fullgraph=True, backend="aot_eager")(q[:, :3], k, v)
+
+
+# torch.export
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        o, lse = tw.attention(y, y, y, causal=True, return_lse=True, backend=BACKEND)
+        return o + lse[..., None]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_module_runs_and_trains_like_eager(fresh_compiler, strict):
+    torch.manual_seed(0)
+    block = Block()
+    length = torch.export.Dim("length", min=2, max=1000)
+    program = torch.export.export(block, (draw(1, 2, 8, 8),), dynamic_shapes={"x": {2: length}}, strict=strict)
+    assert any(node.target is FORWARD.default for node in program.graph.nodes)
+    exported = program.module()
+    for n in (8, 21):
+        x = draw(1, 2, n, 8, seed=n)
+        torch.testing.assert_close(exported(x), block(x))
+        want = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+        got = torch.autograd.grad(exported(x).square().sum(), list(exported.parameters()))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    # Without parameters that train there is no graph.
+    with torch.no_grad():
+        assert not exported(draw(1, 2, 8, 8)).requires_grad
+
+
+# Autocast
+
+
+def test_autocast_casts_floats_and_gradients_come_back_in_their_dtype():
+    q, k, v = qkv("qkv")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, lse = tw.attention(q, k, v, causal=True, return_lse=True, backend=BACKEND)
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    halves = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
+    want, want_lse = tw.attention(*halves, causal=True, return_lse=True, backend=BACKEND)
+    assert torch.equal(o, want)
+    assert torch.equal(lse, want_lse)
+    o.float().square().sum().backward()
+    want.float().square().sum().backward()
+    for t, half in zip((q, k, v), halves, strict=True):
+        assert t.grad.dtype == torch.float32
+        assert torch.equal(t.grad, half.grad.float())
+
+
+def test_autocast_takes_mixed_dtypes():
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = causal(q, k.bfloat16(), v.half())
+    assert torch.equal(o, causal(q.bfloat16(), k.bfloat16(), v.half().bfloat16()))
+    with pytest.raises(tw.InvalidInput, match=r"k has dtype bfloat16 but q has float32.*torch\.autocast"):
+        causal(q, k.bfloat16(), v)
+
+
+def test_autocast_leaves_float64_alone():
+    q, k, v = qkv("qkv", dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = causal(q, k, v)
+        grads = torch.autograd.grad(o.square().sum(), (q, k, v))
+    assert o.dtype == torch.float64
+    for grad, ref in zip(grads, oracle_gradients(q, k, v, tw.causal(), lambda o, lse: o.square().sum()), strict=True):
+        close(grad, ref, 1e-10)
+
+
+def test_autocast_does_not_reach_into_the_backend():
+    q, k, v = qkv()
+    settings = ("full", None, None, BACKEND, "qkv")
+    o, lse = FORWARD(q, k, v, *settings)
+    grads = BACKWARD(o, lse, q, k, v, o, lse, *settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(FORWARD(q, k, v, *settings)[0], o)
+        for a, b in zip(BACKWARD(o, lse, q, k, v, o, lse, *settings), grads, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_autocast_in_and_around_a_compiled_function(fresh_compiler):
+    inputs = qkv()
+
+    def inside(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return causal(q, k, v)
+
+    want = inside(*inputs)
+    assert torch.equal(torch.compile(inside, fullgraph=True, backend="aot_eager")(*inputs), want)
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
+    assert compiled(*inputs).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(*inputs), want)
