@@ -22,6 +22,7 @@ from .longseq import Case
 
 __all__ = ["add_parser", "run"]
 
+_TRAINING_SECONDS = 35.0
 _say = functools.partial(print, flush=True)  # in order with the progress bars, also in a log file
 
 _DESCRIPTION = """\
@@ -52,7 +53,8 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=_at_least(1), metavar="N", help="training steps (default: 400 on a CPU, 1000 on a GPU)")
+    steps = "training steps (default: 400 on a CPU, 1000 on a GPU, fewer where they would take long)"
+    parser.add_argument("--steps", type=_at_least(1), metavar="N", help=steps)
     parser.add_argument(
         "--seqlen", type=_at_least(256), metavar="N", help="tokens of the long sequence (default: 8192 on a CPU, 32768 on a GPU)"
     )
@@ -86,6 +88,7 @@ class _Plan:
     model: training.Size
     case: Case
     generated: int
+    may_shorten: bool
 
 
 def _plan(args: argparse.Namespace) -> _Plan:
@@ -100,7 +103,8 @@ def _plan(args: argparse.Namespace) -> _Plan:
         model, seqlen, generated = training.Size(400, 16, 128, 2, 128, 4, 2), 8192, 240
     model = dataclasses.replace(model, steps=args.steps or model.steps)
     heads, head_dim, dtype = ((2, 1), 64, "float32") if device == "cpu" else ((4, 1), 128, "bfloat16")
-    return _Plan(model, Case(args.seqlen or seqlen, *heads, head_dim, dtype, device, args.seed, args.backend), generated)
+    case = Case(args.seqlen or seqlen, *heads, head_dim, dtype, device, args.seed, args.backend)
+    return _Plan(model, case, generated, args.steps is None and not args.quick)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,15 +143,28 @@ def _bar(total: int, what: str, unit: str) -> Any:
     return tqdm(total=total, desc=f"   {what:<22}", unit=unit, mininterval=interval, file=sys.stderr, dynamic_ncols=True)
 
 
+def _affordable(size: training.Size, text: torch.Tensor, attend: training.Attention, seed: int, device: str) -> training.Size:
+    """Fewer steps where the machine is slow: one training should take at most ``_TRAINING_SECONDS``, and 40 steps show a curve."""
+    trial = training.train(text, dataclasses.replace(size, steps=8), attend, seed, device, lambda _: None)
+    steps = int(_TRAINING_SECONDS / trial.seconds * 8)
+    if steps >= size.steps:
+        return size
+    size = dataclasses.replace(size, steps=max(40, steps // 10 * 10))
+    _say(f"   (a step takes {trial.seconds / 8:.2f} s here: {size.steps} steps, so that the demo stays short; --steps N overrules)")
+    return size
+
+
 def _train_twice(plan: _Plan, seed: int) -> dict[str, training.Curve]:
     text = training.corpus()
     size, device = plan.model, plan.case.device
+    attentions = {"tilewise": training.tilewise_attention(plan.case.backend), "PyTorch math": training.math_attention()}
     _say(f"\n1. Text: CPython's documentation topics, {len(text):,} bytes; the last tenth is held out.")
+    if plan.may_shorten:
+        size = _affordable(size, text, attentions["tilewise"], seed, device)
     _say(
         f"2. Training a causal byte transformer twice from seed {seed} ({size.layers} layers, width {size.width}, "
         f"{size.heads_q} query and {size.heads_kv} key heads, {size.steps} steps of {size.batch} x {size.context} bytes):"
     )
-    attentions = {"tilewise": training.tilewise_attention(plan.case.backend), "PyTorch math": training.math_attention()}
     curves: dict[str, training.Curve] = {}
     for name, attend in attentions.items():
         with _bar(size.steps, name, "step") as bar:
@@ -198,7 +215,7 @@ def _long_sequence(case: Case, problem: Problem) -> list[Any]:
             bar.update()
             seconds[provider] = longseq.run_once(provider, case, backward=True)
             bar.update()
-    chunk = max(16, min(case.seqlen, 2**25 // (case.seqlen * case.heads_q)))
+    chunk = max(16, min(case.seqlen, 2**22 // (case.seqlen * case.heads_q)))
     with _bar(math.ceil(case.seqlen / chunk), "float64 oracle", "chunk") as bar:
         worst = longseq.errors(case, providers, lambda: bar.update() and None, chunk)
 

@@ -211,7 +211,7 @@ def memory(runs: list[tuple[str, Case, bool]]) -> Iterator[int]:
         return
     request = json.dumps({"threads": torch.get_num_threads(), "runs": [(p, asdict(c), b) for p, c, b in runs]})
     # Every tensor gets pages of its own and gives them back when it dies, so that the resident memory says what is alive.
-    quiet = {"MALLOC_MMAP_THRESHOLD_": "65536", "KINETO_LOG_LEVEL": "99"}
+    quiet = {"MALLOC_MMAP_THRESHOLD_": "65536", "KINETO_LOG_LEVEL": "99", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "tilewise.cli.longseq", request]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}) as worker:
         yield from (int(line) for line in worker.stdout or ())
