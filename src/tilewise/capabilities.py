@@ -20,6 +20,8 @@ class Capability:
     """One backend's row.
 
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
+    ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), ``equal_head_dims`` asks for
+    head_dim_v = head_dim, ``bulk_only`` for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate.
     """
 
     backend: str
@@ -32,6 +34,10 @@ class Capability:
     interpretable: bool = False
     min_compute_capability: int = 0
     deterministic: bool = True
+    archs: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    equal_head_dims: bool = False
+    bulk_only: bool = False
     gradients: str = "qkv"
     auto: bool = True
     quadratic: bool = False
@@ -39,6 +45,20 @@ class Capability:
 
 # In the order in which "auto" asks.
 CAPABILITIES: tuple[Capability, ...] = (
+    Capability(
+        "hopper",
+        "Gluon kernels for sm_90: a producer warp that copies in bulk, warpgroups that compute; forward only",
+        kinds=("cuda",),
+        dtypes=HALF,
+        max_head_dim=256,
+        triton=(3, 9),
+        archs=("sm_90",),
+        head_dims=(64, 128, 256),
+        equal_head_dims=True,
+        bulk_only=True,
+        gradients="",
+        auto=False,
+    ),
     Capability(
         "triton",
         "portable Triton kernels: tensor descriptors where the processor copies by descriptor, pointers elsewhere",
@@ -83,6 +103,8 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         no("device", f"the tensors are on {p.arch.name} ({p.arch.kind}), it needs {' or '.join(c.kinds)}{hint}")
     if p.arch.kind == "cuda" and p.arch.compute_capability < c.min_compute_capability:
         no("arch", f"the device is {p.arch.name}, it needs sm_{c.min_compute_capability} or newer")
+    if c.archs is not None and p.arch.kind in c.kinds and p.arch.name not in c.archs:
+        no("arch", f"the device is {p.arch.name}, it needs {' or '.join(c.archs)}")
     if c.triton is not None:
         need = ".".join(map(str, c.triton))
         if p.runtime.triton is None:
@@ -97,6 +119,15 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
             if size > c.max_head_dim:
                 no("head_dim", f"{name} is {size}, it takes up to {c.max_head_dim}")
+    if c.head_dims is not None and p.head_dim not in c.head_dims:
+        no("head_dim", f"head_dim is {p.head_dim}, it takes {', '.join(map(str, c.head_dims))}")
+    if c.equal_head_dims and p.head_dim != p.head_dim_v:
+        no("head_dim", f"head_dim_v is {p.head_dim_v} and head_dim {p.head_dim}, it needs them equal")
+    if c.bulk_only and not p.bulk:
+        no("layout", "a tensor has a base or strides that are not multiples of 16 bytes, or a last dim that is not contiguous")
+    missing = [name for name in p.grad if name not in c.gradients]
+    if missing:
+        no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {'none' if not c.gradients else c.gradients}")
     if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
         no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")
     return reasons

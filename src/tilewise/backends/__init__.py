@@ -14,6 +14,7 @@ from ..errors import BackendBroken
 __all__ = ["module_of"]
 
 _MODULES = {
+    "hopper": "tilewise.backends.hopper",
     "triton": "tilewise.backends.triton",
     "torch": "tilewise.backends.torch_tiles",
     "reference": "tilewise.reference",

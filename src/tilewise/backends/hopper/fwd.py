@@ -1,14 +1,14 @@
 """Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for tiles of BLOCK_M queries of one head.
 
-Partitions: BLOCK_M / 64 consumers and a producer, which walk the same tiles (``parts.Work``) and meet in three rings: queries (a slot
-for each consumer of a tile), keys, values. The key tiles of a query tile go from right to left, so that the diagonal comes first.
+Partitions: BLOCK_M / 64 consumers and a producer, which walk the same tiles (``parts.Work``) and meet in three rings: queries (a
+slot for each consumer of a tile), keys, values. The key tiles of a query tile go from right to left: the diagonal comes first.
 
 Invariant after every key tile: with the reference ``m_i`` (``parts.softmax_step``), ``l_i = sum exp2(s2 - m_i)`` and
-``acc = sum exp2(s2 - m_i) v`` over the keys visited so far. In the overlapped form ``acc`` is one tile behind: the product of the last
-tile, whose ``p`` is carried as a register operand, is issued after the scores of the next tile, so that the tensor cores work on it
-while the softmax of those scores runs.
+``acc = sum exp2(s2 - m_i) v`` over the keys visited so far. In the overlapped form ``acc`` is one tile behind: the product of the
+last tile, whose ``p`` is carried as a register operand, is issued after the scores of the next tile, so that the tensor cores work
+on it while the softmax of those scores runs.
 
-Barriers, for one program with C consumers (W = 4 warps each), n key tiles a query tile:
+Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     queries  full: 1 (bytes)   empty: 1, by the consumer that owns the slot, once its output has left the slot
     keys     full: 1 (bytes)   empty: C * W, each warp after its last read of the tile
     values   the same
@@ -27,8 +27,10 @@ LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_start", "upper", "lowe
 
 @gluon.jit
 def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """Producer: everything for tile ``index``, and in DYNAMIC order the tile after it, which is taken late: one taken at the start of
-    a long tile would wait for its end."""
+    """Producer: fill the rings for tile ``index``. Returns the next tile, in DYNAMIC order, and the ring step after this one.
+
+    The next tile is taken late: one taken at the start of a long tile would wait for its end.
+    """
     batch, head, start_m, lo, hi = work.locate(index)
     for c in gl.static_range(work.CONSUMERS):
         q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
@@ -39,7 +41,7 @@ def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k
         k_ring.fill(k_desc, batch, head_kv, start_n, step)
         v_ring.fill(v_desc, batch, head_kv, start_n, step)
         step += 1
-        if work.DYNAMIC:
+        if work.DYNAMIC:  # noqa: SIM102
             if j == max(count - 3, 0):
                 index = work.issue(turn)
     return index, step
@@ -100,7 +102,7 @@ def _serial_step(
     acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax and product of key tile ``n_block`` (ring step ``step``), one after the other: the other consumers overlap."""
+    """Scores, softmax and product of key tile ``n_block`` (ring step ``step``) in turn: the other consumers overlap."""
     k_tile = k_ring.take(step)
     s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
     k_ring.release(step)

@@ -1,13 +1,13 @@
 """The named parts that the Hopper kernels are made of: rings of tiles, the order of work, mask, online-softmax step.
 
-A program is several consumers (one warpgroup of 4 warps and 64 query rows each) and one producer (one warp, which issues bulk copies).
-They meet at mbarriers only. A ``Ring`` is some slots of shared memory with a "full" and an "empty" barrier each:
+A program is several consumers (one warpgroup of 4 warps and 64 query rows each) and one producer (one warp, which issues bulk
+copies). They meet at mbarriers only. A ``Ring`` is some slots of shared memory with a "full" and an "empty" barrier each:
 
-    producer, step i:  wait until slot i % SLOTS is empty; expect the bytes; copy        (full completes when the bytes are there)
-    consumer, step i:  wait until slot i % SLOTS is full; use it; release it             (empty completes when everybody released)
+    producer, step i:  wait until slot i % SLOTS is empty; expect the bytes; copy   (full completes when the bytes are there)
+    consumer, step i:  wait until slot i % SLOTS is full; use it; release it        (empty completes when everybody released)
 
-Both sides count steps on their own; the parity of ``i // SLOTS`` tells one pass over the slots from the next. The producer waits for
-the opposite parity, which a fresh barrier grants at once.
+Both sides count steps on their own; the parity of ``i // SLOTS`` tells one pass over the slots from the next. The producer waits
+for the opposite parity, which a fresh barrier grants at once.
 """
 
 import types
@@ -70,12 +70,13 @@ class Ring:
 
     @gluon.jit
     def fill(self, desc, batch, head, row, step):
-        """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes all the same."""
+        """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes."""
         slot = step % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
         mbarrier.expect(self.full.index(slot), desc.block_type.nbytes)
         tile = self.tiles.index(slot)
-        tma.async_load(desc, [batch, head, row, 0], self.full.index(slot), tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
+        box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
+        tma.async_load(desc, [batch, head, row, 0], self.full.index(slot), box)
 
     @gluon.jit
     def take(self, step):
@@ -164,13 +165,17 @@ class Work:
 
     @gluon.jit
     def issue(self, turn):
-        """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers, who have ``TICKETS``
-        slots: a slot comes round long after all have read it, since the ring of query tiles is shorter."""
+        """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers.
+
+        Nobody releases a ticket: its slot comes round after all have read it, since the ring of query tiles is shorter than TICKETS.
+        """
         slot = turn % TICKETS
         return gl.inline_asm(
-            "{ .reg .pred p; .reg .u32 lane, t, g; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
+            "{ .reg .pred p; .reg .u32 lane, t, g;"
+            "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
             "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1; add.u32 t, t, g;"
-            "@p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3]; shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }",
+            "@p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3];"
+            "shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }",
             "=r,l,r,r,~{memory}",
             [self.counter, self.ticket.index(slot), self.issued.index(slot)],
             gl.int32,
@@ -191,7 +196,7 @@ def masked(s, work, n_block, start_row, free_lo, free_hi):
     The columns are seen as [BLOCK_N / 8, 4, 2], as a thread holds them: its place in the four is added to the position of the tile,
     and only then the constants. Added the other way round, 16 column numbers or more would be kept in registers across the loop.
     """
-    if work.MASKED:
+    if work.MASKED:  # noqa: SIM102
         if (n_block < free_lo) | (n_block >= free_hi):
             x = s.reshape([ROWS, work.BLOCK_N // 8, 4, 2])
             L: gl.constexpr = x.type.layout
@@ -200,7 +205,8 @@ def masked(s, work, n_block, start_row, free_lo, free_hi):
             quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
             pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
             q_pos = (work.q_start + start_row + row)[:, None, None, None]
-            kv_pos = (n_block * work.BLOCK_N + quad * 2)[None, None, :, None] + eight[None, :, None, None] * 8 + pair[None, None, None, :]
+            kv_pos = (n_block * work.BLOCK_N + quad * 2)[None, None, :, None]
+            kv_pos = kv_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
             ok = allowed(q_pos, kv_pos, work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER)
             x = gl.where(ok, x, -float("inf"))
             s = gl.convert_layout(x.reshape([ROWS, work.BLOCK_N]), s.type.layout, assert_trivial=True)
@@ -218,9 +224,9 @@ def partial_sums(p):
 def softmax_step(s, m_i, l_i, qk_scale2, FIRST: gl.constexpr):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
-    m_i is a reference in base two: a maximum that was once the running one and is at most GROWTH below it now. It cancels in
-    acc / l_i, so o and lse are exact with any; keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf
-    and the pivot 0, so that no -inf - -inf arises.
+    m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
+    and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
+    so that no -inf - -inf arises.
     """
     m_new = gl.max(s, 1) * qk_scale2
     if not FIRST:

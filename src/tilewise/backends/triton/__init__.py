@@ -6,7 +6,6 @@ compile-only tests make the same launches and compile them for a device that is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ... import configs
 from ...configs import Config, padded
 from ...problem import Problem
+from ..launching import Launch
 from . import bwd, fwd
 
 __all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
@@ -24,19 +24,6 @@ __all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "laun
 LOG2_E = 1.4426950408889634
 _GRID_LIMIT = 65_535  # of the second and third dim of a grid
 _DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch as a value."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
 
 
 def _tile(problem: Problem, t: torch.Tensor, rows: int) -> tuple[Any, tuple[int, ...]]:
