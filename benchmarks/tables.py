@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from tilewise.cli._bench.report import PASS_NAMES, Results, point_table, render, summary_table, title, write_picture
+from tilewise.cli._bench.report import PASS_NAMES, Results, failures, point_table, render, summary_table, title, write_picture
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -30,17 +30,6 @@ def sentence(results: Results, pass_: str) -> str:
     spread = f"{min(ratios):.2f} to {max(ratios):.2f} times its speed"
     missing = f"; {len(points) - len(ratios)} points without a comparison" if len(ratios) < len(points) else ""
     return f"- **{name}**, {len(ratios)} points: faster than the best peer at {wins}, slower at {losses} ({spread}){missing}."
-
-
-def failures(results: Results) -> list[str]:
-    """What could not be timed, one line for each provider, pass and error."""
-    groups: dict[tuple[str, str, str], int] = {}
-    for row in results.errors():
-        key = (row["provider"], PASS_NAMES[row["pass"]], row["error"].replace("|", "/"))
-        groups[key] = groups.get(key, 0) + 1
-    return [
-        f"- {provider}, {pass_}, {count} point{'s' * (count > 1)}: {error}" for (provider, pass_, error), count in groups.items()
-    ]
 
 
 def block(results: Results, source: str, pictures: dict[str, str]) -> str:
@@ -67,7 +56,7 @@ def block(results: Results, source: str, pictures: dict[str, str]) -> str:
     ]
     failed = failures(results)
     if failed:
-        lines += ["Not timed:", "", *failed, ""]
+        lines += ["Not timed:", "", *(f"- {line}" for line in failed), ""]
     if header.get("absent"):
         lines += [f"Not installed: {', '.join(header['absent'])}.", ""]
     if header.get("left_out"):

@@ -124,8 +124,8 @@ def _conclude(document: dict[str, Any], args: argparse.Namespace) -> int:
     header = document["header"]
     for name, why in header["absent"].items():
         print(f"{name} is not here: {why}")
-    for row in results.errors():
-        print(f"{row['provider']} {row['pass']} {row['case']}: {row['error']}")
+    for line in report.failures(results):
+        print(f"not timed: {line}")
     if header["left_out"]:
         print(f"the budget of {args.budget:g} s ended; left out: {len(header['left_out'])} measurements")
         print("  " + "\n  ".join(header["left_out"]))

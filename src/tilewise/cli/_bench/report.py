@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PASS_NAMES", "Results", "point_table", "render", "summary_table", "title", "write_picture"]
+__all__ = ["PASS_NAMES", "Results", "failures", "point_table", "render", "summary_table", "title", "write_picture"]
 
 Point = tuple[str, int, bool, int, str]  # pass, head_dim, causal, seqlen_k, case
 PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
@@ -138,6 +138,15 @@ def summary_table(results: Results) -> list[list[str]]:
             counts = map(str, (len(ratios), faster, sum(r < 1 for r in ratios)))
             lines.append([PASS_NAMES.get(pass_, pass_), name, *counts, *map(_times, spread)])
     return lines
+
+
+def failures(results: Results) -> list[str]:
+    """What could not be timed: a line for each provider, pass and error."""
+    groups: dict[tuple[str, str, str], int] = {}
+    for row in results.errors():
+        key = (row["provider"], PASS_NAMES.get(row["pass"], row["pass"]), row["error"])
+        groups[key] = groups.get(key, 0) + 1
+    return [f"{provider}, {pass_}, {count} point{'s' * (count > 1)}: {error}" for (provider, pass_, error), count in groups.items()]
 
 
 def render(lines: Sequence[Sequence[str]]) -> str:
