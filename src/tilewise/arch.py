@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +93,10 @@ class Runtime:
 @functools.lru_cache(maxsize=1)
 def runtime() -> Runtime:
     """What is installed here. Imports Triton if it is there (once)."""
-    if importlib.util.find_spec("triton") is None:
-        return Runtime(None)
     try:
         import triton
     except ImportError:
         return Runtime(None)
     major, minor = (int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
-    return Runtime((major, minor), bool(triton.knobs.runtime.interpret))
+    knobs = getattr(triton, "knobs", None)  # older versions, which every backend refuses, have none
+    return Runtime((major, minor), knobs is not None and bool(knobs.runtime.interpret))

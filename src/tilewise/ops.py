@@ -128,8 +128,8 @@ def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor 
     """The batched dim of ``t`` (``None``: it is the same for all) folded into its first dim."""
     if t is None:
         return None
-    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    return t.flatten(0, 1)
+    batched = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return batched.flatten(0, 1)
 
 
 def _vmap_rule(op: Any, tensors: int) -> Any:

@@ -185,7 +185,9 @@ class Problem:
         heads_q, heads_kv = _pair(text, "heads", words.get("heads", "1"), "/")
         seqlen_q, seqlen_k = _pair(text, "seqlen", words["seqlen"], "x")
         head_dim, head_dim_v = _pair(text, "head_dim", words["head_dim"], "/")
-        (batch, _) = _pair(text, "batch", words.get("batch", "1"), "/")
+        batch = words.get("batch", "1")
+        if not batch.isdecimal():
+            raise InvalidInput(f"problem {text!r}: batch is {batch!r}, expected one int.")
         dtype = words.get("dtype", "bfloat16")
         if dtype not in DTYPES:
             raise InvalidInput(f"problem {text!r}: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
@@ -193,6 +195,7 @@ class Problem:
         check_precision(precision, dtype)
         check_heads(heads_q, heads_kv, f"heads={heads_q}/{heads_kv}")
         check_head_dims(head_dim, head_dim_v, f"head_dim={head_dim}/{head_dim_v}")
+        check_lengths(seqlen_q, seqlen_k, f"seqlen={seqlen_q}x{seqlen_k}")
         grad = words.get("grad", "")
         if set(grad) - set("qkv"):
             raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of 'qkv'.")
@@ -212,7 +215,7 @@ class Problem:
         return cls(
             spec=Spec.parse(words.get("mask", "full")),
             dtype=dtype,
-            batch=batch,
+            batch=int(batch),
             heads_q=heads_q,
             heads_kv=heads_kv,
             seqlen_q=seqlen_q,
@@ -230,7 +233,7 @@ class Problem:
 
 def _pair(text: str, name: str, value: str, separator: str) -> tuple[int, int]:
     parts = value.split(separator)
-    if len(parts) > 2 or not all(p.isdigit() for p in parts):
+    if len(parts) > 2 or not all(p.isdecimal() for p in parts):
         raise InvalidInput(f"problem {text!r}: {name} is {value!r}, expected an int or two joined by {separator!r}.")
     return int(parts[0]), int(parts[-1])
 
@@ -246,6 +249,12 @@ def check_head_dims(head_dim: int, head_dim_v: int, got: str) -> None:
     for name, size in (("q and k", head_dim), ("v", head_dim_v)):
         if size < 1:
             raise InvalidInput(f"head_dim of {name} is {size}, expected at least 1. Got {got}.")
+
+
+def check_lengths(seqlen_q: int, seqlen_k: int, got: str) -> None:
+    for name, size in (("q", seqlen_q), ("k", seqlen_k)):
+        if size >= _MAX_LEN:
+            raise InvalidInput(f"{name} has length {size}, expected less than 2**30. Got {got}.")
 
 
 def check_precision(precision: str | None, dtype: str) -> None:
@@ -319,6 +328,4 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise InvalidInput(f"q has head_dim {q.shape[3]} but k has {k.shape[3]}: they must be equal. Got {shapes}.")
     check_heads(q.shape[1], k.shape[1], shapes)
     check_head_dims(q.shape[3], v.shape[3], shapes)
-    for name, t in named[:2]:
-        if t.shape[2] >= _MAX_LEN:
-            raise InvalidInput(f"{name} has length {t.shape[2]}, expected less than 2**30. Got {shapes}.")
+    check_lengths(q.shape[2], k.shape[2], shapes)
