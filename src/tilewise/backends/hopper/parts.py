@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ... import bodies
-from . import ranges
+from .. import walk
 
 
 def _shared(body):
@@ -29,9 +29,9 @@ def _shared(body):
 
 allowed = _shared(bodies.allowed)
 tile_range = _shared(bodies.tile_range)
-order = _shared(ranges.order)
-tiles_of_program = _shared(ranges.tiles_of_program)
-tiles_of_consumer = _shared(ranges.tiles_of_consumer)
+order = _shared(walk.order)
+tiles_of_program = _shared(walk.tiles_of_program)
+tiles_of_consumer = _shared(walk.tiles_of_consumer)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of queries a consumer: the height of one warpgroup product
@@ -167,7 +167,7 @@ class Work:
     def issue(self, turn):
         """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers.
 
-        Nobody releases a ticket: its slot comes round after all have read it, since the ring of query tiles is shorter than TICKETS.
+        Nobody releases a ticket: its slot comes round after all have read it, since a ring of queries is shorter than TICKETS.
         """
         slot = turn % TICKETS
         return gl.inline_asm(

@@ -6,7 +6,7 @@ these bodies exist once, and a model in plain Python can play a whole launch wit
 
 from __future__ import annotations
 
-from ...bodies import tile_range
+from ..bodies import tile_range
 
 __all__ = ["order", "tiles_of_consumer", "tiles_of_program"]
 

@@ -1,0 +1,121 @@
+"""Compile every config of the ``hopper`` backend for sm_90a, without a GPU, and say what the compiler made of it.
+
+``python -m tilewise.testing.compile_hopper`` prints a line of JSON for each kernel. It needs a process of its own, with
+TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ..arch import Runtime, runtime
+from ..configs.hopper import CHOICES, HopperConfig
+from ..problem import Problem
+from .compile_only import _assemble, use_target
+
+__all__ = ["MASKS", "KernelReport", "compile_forward", "main_loop"]
+
+MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What the compiler made of one kernel. ``spill``: bytes of spill stores and loads; ``loop``: instructions of the main loop, with
+    the mask that free tiles branch around; ``loop_spills``: accesses to spilled registers in it."""
+
+    head_dim: int
+    dtype: str
+    mask: str
+    dynamic: bool
+    shared: int
+    spill: int
+    serialized: bool
+    loop: int
+    loop_spills: int
+    matrix_waits: int
+
+
+def main_loop(sass: str, products: int) -> list[str]:
+    """The instructions of the shortest loop that holds at least ``products`` matrix instructions; empty if there is none.
+
+    A loop is what lies between a label and a later branch back to it. Waits spin in short loops of their own inside.
+    """
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    best: list[str] = []
+    for line in sass.splitlines():
+        label = re.match(r"\s*(\.L_[\w.]+):", line)
+        if label:
+            labels[label.group(1)] = len(lines)
+            continue
+        code = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        if code is None:
+            continue
+        lines.append(code.group(1))
+        target = re.search(r"\bBRA\b.*`\((\.L_[\w.]+)\)", code.group(1))
+        if target and target.group(1) in labels:
+            body = lines[labels[target.group(1)] :]
+            if sum("HGMMA" in x for x in body) >= products and (not best or len(body) < len(best)):
+                best = body
+    return best
+
+
+def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> KernelReport:
+    """Compile one forward kernel (after ``use_target("sm_90")``)."""
+    from ..backends import hopper
+
+    p = problem
+    dtype = getattr(torch, p.dtype)
+    q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
+    k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
+    lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32)
+    launch = hopper.launch_fwd(p, config, q, k, k, q, lse)
+    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    log, sass = _assemble(compiled, "sm_90")
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    body = main_loop(sass, (p.head_dim + config.block_n) // 16)
+    return KernelReport(
+        p.head_dim,
+        p.dtype,
+        mask,
+        config.dynamic,
+        compiled.metadata.shared,
+        sum(map(int, spills.groups())) if spills else -1,
+        "serialized" in log,
+        len(body),
+        sum(bool(re.search(r"\b(?:STL|LDL)\b", x)) for x in body),
+        sum("WARPGROUP.DEPBAR" in x for x in body),
+    )
+
+
+def problems(head_dims: list[int]) -> Iterator[tuple[str, Problem, HopperConfig]]:
+    """Every shipped config of these head dims, under every kind of mask, in both dtypes."""
+    for head_dim in head_dims:
+        for config in CHOICES[head_dim]:
+            for mask, words in MASKS.items():
+                for dtype in ("bfloat16", "float16"):
+                    seqlen = 1000 if mask == "tail" else 1024
+                    text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
+                    yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("head_dim", nargs="*", type=int, default=sorted(CHOICES), help="which head dims (default: all)")
+    use_target("sm_90")
+    for mask, problem, config in problems(parser.parse_args().head_dim):
+        print(json.dumps(asdict(compile_forward(problem, config, mask))), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit
+
+
+if __name__ == "__main__":
+    main()
