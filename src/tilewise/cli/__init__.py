@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +40,8 @@ class _Version(argparse.Action):
 
         triton = runtime().triton
         software = f"torch {torch.__version__}, triton {'.'.join(map(str, triton)) if triton else 'not installed'}"
-        parser.exit(0, f"tilewise {__version__} ({software})\n")
+        print(f"tilewise {__version__} ({software})")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,8 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of tilewise, PyTorch and Triton, and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+        importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
     return parser
 
 
