@@ -188,8 +188,7 @@ def run(args: argparse.Namespace) -> int:
     from ..testing.check import jobs
 
     device = _device(args.device)
-    folder = Path(args.json or ".").resolve().parent
-    if not os.access(folder, os.W_OK) or Path(args.json or "").is_dir() and args.json:
+    if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).resolve().parent, os.W_OK)):
         raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
     work = jobs(args.backend, device, args.quick, args.seed, args.random, args.configs)
     header = _header(device, args)

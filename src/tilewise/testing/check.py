@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..capabilities import CAPABILITIES, Capability, refuse
-from ..errors import InvalidInput
+from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, evaluate, random_call
 from .cases import CASES, REJECTED, run_case, run_rejected
@@ -95,10 +95,6 @@ def accepted(device: torch.device | str, dtype: torch.dtype, names: list[str] | 
     """The rows of the capability table that take plain problems of this dtype on this device, out of ``names`` if given."""
     tensor = torch.empty(1, 1, 1, 16, device=device, dtype=dtype)
     problem = Call(tensor, tensor, tensor, do=tensor).problem
-    unknown = [n for n in names or [] if n not in {c.backend for c in CAPABILITIES}]
-    if unknown:
-        known = ", ".join(repr(c.backend) for c in CAPABILITIES)
-        raise InvalidInput(f"backend is {unknown[0]!r}, expected one of {known}.")
     return [c for c in CAPABILITIES if (not names or c.backend in names) and not refuse(c, problem)]
 
 
@@ -155,6 +151,8 @@ def jobs(
 ) -> list[Job]:
     """The work of ``check`` as a list, in order; see there."""
     where = default_device() if device is None else torch.device(device)
+    for name in backends or []:
+        capability(name)
     out: list[Job] = []
     for c in CAPABILITIES:
         if backends and c.backend not in backends:

@@ -180,6 +180,18 @@ GAUNTLET: tuple[Entry, ...] = (
     ),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
+        "tile_edge_empty",
+        "a plan of tiles that is one key too short: the outermost key of the window lies alone in its tile; no tile is ragged",
+        (1, 1, 1, 128, 192, 16, 16),
+        window(33, 33),
+    ),
+    Entry(
+        "tile_edge_free",
+        "a free range that is one key too long: one corner of the tile is hidden; edges that are skipped where no tile is ragged",
+        (1, 1, 1, 128, 192, 16, 16),
+        window(62, 62),
+    ),
+    Entry(
         "empty_rows",
         "a finite fill of masked scores (the mean of v in rows without keys); NaN there; gradients there, also of lse",
         (1, 2, 1, 141, 66, 32, 32),
