@@ -22,7 +22,7 @@ from .longseq import Case
 
 __all__ = ["add_parser", "run"]
 
-_TRAINING_SECONDS = 35.0
+_TRAINING_SECONDS = 30.0
 _NAMES = {"tilewise": "tilewise", "materialised": "materialised scores"}
 _say = functools.partial(print, flush=True)  # in order with the progress bars, also in a log file
 
