@@ -1,0 +1,113 @@
+"""Every config of the ``hopper`` backend compiles for sm_90a within its budget; no GPU is needed.
+
+Compilation runs in processes of their own: Triton's interpreter, which the other tests use, cannot be switched off in this one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+
+from tilewise.arch import ARCHS
+from tilewise.configs.hopper import CHOICES
+from tilewise.testing.compile_hopper import MASKS, main_loop
+
+# Instructions of the main loop, by head_dim and mask: what Triton 3.9.0 made, the mask included that free tiles branch around.
+LOOPS = {
+    64: {"full": 270, "tail": 337, "causal": 402, "window": 535},
+    128: {"full": 496, "tail": 616, "causal": 742, "window": 872},
+    256: {"full": 449, "tail": 513, "causal": 577, "window": 650},
+}
+SLACK = 1.03
+# Bytes of spills, outside the main loop (which has none): four consumers have 112 registers each, and the tile counter's loop keeps
+# what it needs for the next tile. Everything else has 0.
+SPILLS = {(64, "causal", False): 260, (64, "window", False): 260, (64, "causal", True): 600, (64, "window", True): 600}
+SPILLS |= {(256, "causal", True): 300, (256, "window", True): 300}
+
+CROWDED = """
+import json, os, sys
+from dataclasses import asdict
+from tilewise.configs.hopper import HopperConfig
+from tilewise.problem import Problem
+from tilewise.testing.compile_hopper import compile_forward, use_target
+use_target("sm_90")
+problem = Problem.parse("seqlen=1024 head_dim=64 arch=sm_90")
+print(json.dumps(asdict(compile_forward(problem, HopperConfig(128, 256, 2, 1, True, False, 240, 24), "full"))))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def complaints(report):
+    """What is wrong with a kernel: nothing, if it may ship."""
+    wrong = []
+    key = (report["head_dim"], report["mask"], report["dynamic"])
+    if report["shared"] > ARCHS["sm_90"].shared_memory:
+        wrong.append(f"{report['shared']} bytes of shared memory")
+    if not 0 <= report["spill"] <= SPILLS.get(key, 0):
+        wrong.append(f"{report['spill']} bytes of spills")
+    if report["loop_spills"]:
+        wrong.append(f"{report['loop_spills']} spills in the main loop")
+    if report["serialized"]:
+        wrong.append("matrix products are serialized")
+    if report["matrix_waits"] != 2:
+        wrong.append(f"{report['matrix_waits']} waits for matrix products in the main loop")
+    if not 0 < report["loop"] <= SLACK * LOOPS[report["head_dim"]][report["mask"]]:
+        wrong.append(f"a main loop of {report['loop']} instructions")
+    return wrong
+
+
+def _start(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def _reports(process):
+    out, errors = process.communicate(timeout=1800)
+    assert process.returncode == 0, errors[-2000:]
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    processes = [_start("-m", "tilewise.testing.compile_hopper", str(head_dim)) for head_dim in CHOICES]
+    return [report for process in processes for report in _reports(process)]
+
+
+def test_every_config_compiles_within_its_budget(reports):
+    wrong = {str(report): complaints(report) for report in reports if complaints(report)}
+    assert not wrong, "\n".join(f"{report}: {what}" for report, what in wrong.items())
+
+
+@pytest.mark.parametrize("head_dim", CHOICES)
+def test_every_choice_was_compiled(reports, head_dim):
+    seen = {(r["mask"], r["dynamic"], r["dtype"]) for r in reports if r["head_dim"] == head_dim}
+    wanted = {(mask, config.dynamic, "bfloat16") for mask in MASKS for config in CHOICES[head_dim]}
+    assert wanted | {("causal", config.dynamic, "float16") for config in CHOICES[head_dim]} == seen
+
+
+def test_a_config_with_too_many_accumulators_is_caught():
+    (report,) = _reports(_start("-c", CROWDED))
+    assert any("spill" in wrong or "serialized" in wrong for wrong in complaints(report)), report
+
+
+def test_the_main_loop_is_the_shortest_that_holds_the_products():
+    sass = """
+.L_x_1:
+        /*0010*/ MOV R1, R2 ;
+.L_x_2:
+        /*0020*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+.L_x_3:
+        /*0030*/ @!P0 BRA `(.L_x_3) ;
+        /*0040*/ HGMMA.64x64x16.F32 R24, gdesc[UR8], R24 ;
+        /*0050*/ @P1 BRA `(.L_x_2) ;
+        /*0060*/ BRA `(.L_x_1) ;
+"""
+    assert len(main_loop(sass, 2)) == 4
+    assert main_loop(sass, 3) == []
