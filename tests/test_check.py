@@ -1,0 +1,156 @@
+"""``tilewise check``: its work, its rows, its table and exit status; the judging of inputs that are too large for a dense oracle."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tilewise import InvalidInput, full, reference
+from tilewise.backends import module_of
+from tilewise.capabilities import CAPABILITIES
+from tilewise.cli import main
+from tilewise.testing import check, large
+from tilewise.testing.calls import evaluate, fit, random_call
+from tilewise.testing.check import REFUSED, Job
+from tilewise.testing.large import Large
+from tilewise.testing.tolerance import Result, raise_if_failed
+
+QUICK = ["check", "--quick", "--backend", "reference", "--random", "2"]
+
+
+def test_jobs_cover_every_backend_that_accepts():
+    work = check.jobs(device="cpu", quick=True)
+    assert {job.backend for job in work} == {"triton", "torch", "reference"}
+    assert {job.dtype for job in work if job.backend == "torch"} == {"float32", "float16", "bfloat16"}
+    assert not any(job.gib for job in work)
+
+
+def test_same_seed_gives_the_same_random_problems():
+    made = [[check.random_problem(random.Random(seed), True) for _ in range(3)] for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+
+
+def test_random_problems_keep_to_a_list_of_head_dims():
+    rng = random.Random(0)
+    shapes = [check.random_problem(rng, False, (64, 128), equal_head_dims=True)[0] for _ in range(40)]
+    assert {shape[5] for shape in shapes} == {64, 128}
+    assert all(shape[5] == shape[6] for shape in shapes)
+
+
+def test_unknown_backend_is_named():
+    with pytest.raises(InvalidInput, match="backend is 'flash', expected one of"):
+        check.jobs(["flash"], "cpu")
+
+
+def test_rows_show_the_worst_output_of_each_pass():
+    results = [Result("x", "o", 1.0, 2.0, True), Result("x", "lse", 1.9, 2.0, True), Result("x", "dk", 0.0, 0.0, True)]
+    rows = Job("torch", "float32", "name", lambda: results).rows(torch.device("cpu"))
+    assert [(r.pass_, r.output, r.name) for r in rows] == [("forward", "lse", "name"), ("backward", "dk", "name")]
+    results.append(Result("x", "o", 0.1, 2.0, False, "here"))
+    row = Job("torch", "float32", "name", lambda: results).rows(torch.device("cpu"))[0]
+    assert (row.output, row.ok, row.where) == ("o", False, "here")
+
+
+def test_a_crash_is_a_failed_row():
+    def crash():
+        raise ZeroDivisionError("oh")
+
+    (row,) = Job("torch", "float32", "name", crash).rows(torch.device("cpu"))
+    assert not row.ok
+    assert row.where == "ZeroDivisionError: oh"
+
+
+def test_a_refused_input_is_said():
+    (row,) = Job("torch", "float32", "name", list).rows(torch.device("cpu"))
+    assert row.skipped == REFUSED
+
+
+def test_fit_takes_what_the_table_allows():
+    call = random_call((1, 1, 1, 4, 4, 300, 300))
+    assert fit(call, "torch") is call
+    assert fit(call, "triton") is None
+
+
+def test_command_passes_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert main([*QUICK, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "thin_window" in out
+    assert "case 10 unused slots hold NaN" in out
+    content = json.loads(path.read_text())
+    assert content["header"]["arch"] == "cpu"
+    row = content["rows"][0]
+    assert (row["backend"], row["name"], row["pass"], row["ok"]) == ("reference", "ragged_full", "forward", True)
+    assert {"dtype", "error", "bound", "seconds"} <= set(row)
+
+
+def test_command_fails_on_a_broken_backend(monkeypatch, capsys):
+    def forward(problem, q, k, v, o, lse):
+        o64, lse64 = reference(q, k, v, full(), problem.sm_scale)
+        o.copy_(o64)
+        lse.copy_(lse64)
+
+    monkeypatch.setattr(module_of("reference"), "forward", forward)
+    assert main([*QUICK, "--failures"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out
+    assert "float32 ragged_causal_br forward" in out
+    assert "ragged_full" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--backend", "flash"], "backend is 'flash'"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--json", "/no/such/folder/x.json"], "--json is"),
+    ],
+)
+def test_command_rejects_bad_arguments(arguments, text, capsys):
+    assert main(["check", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_command_says_why_nothing_can_be_checked(capsys):
+    gpu_only = next(c.backend for c in CAPABILITIES if not c.interpretable and "*" not in c.kinds)
+    assert main(["check", "--backend", gpu_only, "--device", "cpu"]) == 1
+    assert f"{gpu_only} refuses: the tensors are on cpu" in capsys.readouterr().out
+
+
+SMALL = (
+    Large("batch", 0, large._whole("batch", (9, 3, 40, 50, 16), full())),
+    Large("rows", 0, large._long_rows("rows", 1200, 16)),
+    Large("far", 0, large._far_do("far", 900, 2, 16, 70, 30)),
+)
+
+
+@pytest.mark.parametrize("item", SMALL, ids=lambda item: item.name)
+def test_parts_of_large_inputs_are_judged_right(item):
+    results = item.run("torch", "cpu")
+    assert [r.output for r in results] == ["o", "lse", "dq", "dk", "dv"]
+    raise_if_failed(results)
+
+
+@pytest.mark.parametrize("item", SMALL, ids=lambda item: item.name)
+@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
+def test_parts_of_large_inputs_can_fail(item, name, monkeypatch):
+    def spoiled(call, backend):
+        got = evaluate(call, backend)
+        got[name][-1, -1, -1] += 1.0
+        return got
+
+    monkeypatch.setattr(large, "evaluate", spoiled)
+    assert {r.output for r in item.run("torch", "cpu") if not r.ok} == {name}
+
+
+def test_every_config_is_put_back(monkeypatch):
+    from tilewise import configs
+
+    before, seen = configs.lookup, []
+    wanted = configs.Config(16, 16, 4, 1)
+    with large._forced({"dq": wanted}):
+        problem = random_call((1, 1, 1, 8, 8, 16, 16)).problem
+        seen = [configs.lookup(problem, "dq"), configs.lookup(problem, "fwd")]
+    assert seen == [wanted, before(problem, "fwd")]
+    assert configs.lookup is before
