@@ -135,6 +135,9 @@ def test_table_of_faults_names_mutants_and_what_kills_them():
         assert known.equivalent is None, fault
         assert killer.strip(" `") in known.killers, fault
         assert killer.strip(" `") in {e.name for e in GAUNTLET}, fault
+    seed = [line.split("|")[3] for line in text[text.index("<!-- faults:end -->") :].splitlines() if line.startswith("|")][2:]
+    assert len(seed) >= 5
+    assert {name for cell in seed for name in re.findall(r"`(\w+)`", cell)} <= {e.name for e in GAUNTLET}
 
 
 def test_pictures_are_small_and_all_shown():
