@@ -18,7 +18,7 @@ import torch
 from tilewise.cli import main
 from tilewise.cli._bench import report, runner
 from tilewise.cli._bench.cases import GRIDS, Case
-from tilewise.cli._bench.pool import WorkerLost
+from tilewise.cli._bench.pool import Worker, WorkerLost
 from tilewise.cli._bench.providers import find
 from tilewise.cli._bench.runner import Progress, Run, Settings
 from tilewise.cli._bench.sampler import Sampler
@@ -191,6 +191,23 @@ def test_command_prints_table_and_names_the_absent(fakes, capsys):
     assert status == 0
     assert "gone is not here: ModuleNotFoundError" in out
     assert "| fwd  | 16 | yes    | 32 " in out
+
+
+def test_a_worker_leaves_when_its_parent_is_gone_even_while_it_hangs(fakes, tmp_path):
+    worker = Worker("hanging=fakes:hanging", "cpu", {"PYTHONPATH": str(fakes)}, tmp_path / "log")
+    case = vars(Case("float32", 1, 1, 1, 8, 8, 8, 8, False))
+    worker.start()
+    process = worker._process
+    try:
+        assert "error" not in worker.hello(60)
+        process.stdin.write(json.dumps({"op": "prepare", "case": case, "pass": "fwd"}) + "\n")
+        process.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.stdin.close()
+        assert process.wait(30) == 0
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def failures(results: Results) -> list[str]:
     """What could not be timed: a line for each provider, pass and error."""
     groups: dict[tuple[str, str, str], int] = {}
     for row in results.errors():
-        key = (row["provider"], PASS_NAMES.get(row["pass"], row["pass"]), row["error"])
+        key = (row["provider"], str(PASS_NAMES.get(row["pass"], row["pass"])), row["error"])
         groups[key] = groups.get(key, 0) + 1
     return [f"{provider}, {pass_}, {count} point{'s' * (count > 1)}: {error}" for (provider, pass_, error), count in groups.items()]
 

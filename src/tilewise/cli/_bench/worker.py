@@ -83,9 +83,10 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def release(self) -> None:
-        """Give cached memory back to the device."""
-        gc.collect()
+    def release(self, collect: bool = False) -> None:
+        """Give cached memory back to the device; ``collect`` what an exception's frames may still hold."""
+        if collect:
+            gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -200,7 +201,7 @@ class Session:
             self.synchronize()
             heavy = self.device.type == "cuda" and torch.cuda.memory_reserved() > _CACHE_LIMIT
             if heavy or "error" in reply:
-                self.release()
+                self.release(collect="error" in reply)
         except RuntimeError as error:
             reply = {"error": reply.get("error") or f"{type(error).__name__}: {_first_line(error)}", "broken": True}
         return reply
