@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilewise.testing.cases import CASES, REJECTED, run_case, run_rejected
 from tilewise.testing.calls import evaluate
+from tilewise.testing.cases import CASES, REJECTED, run_case, run_rejected
 from tilewise.testing.check import accepted
 from tilewise.testing.tolerance import raise_if_failed
 

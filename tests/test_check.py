@@ -1,4 +1,4 @@
-"""``tilewise check``: its work, its rows, its table and exit status; the judging of inputs that are too large for a dense oracle."""
+"""``tilewise check``: its work, rows, table and exit status; the judging of inputs too large for a dense oracle."""
 
 import json
 import random

@@ -48,21 +48,31 @@ def test_accepted_matches_and_refused_says_why(backend, dtype, head_dim, head_di
         raise_if_failed(Yardstick(call).judge(evaluate(call, backend), backend))
 
 
-def test_matrix_holds_both_verdicts_for_every_limit():
-    verdicts = {
-        (c.backend, bool(refuse(c, random_call((1, 1, 1, 2, 2, d, dv), dtype=getattr(torch, t), precision=p).problem)))
-        for c in CAPABILITIES
-        for t, d, dv, p in CALLS
-    }
-    assert {(c.backend, False) for c in CAPABILITIES} <= verdicts
-    limited = {c.backend for c in CAPABILITIES if c.max_head_dim is not None or set(DTYPES) - set(c.dtypes)}
-    assert {(name, True) for name in limited} <= verdicts
-
-
 NEW = Runtime((3, 9))
 SOFTWARE = {"none": Runtime(None), "old": Runtime((3, 5)), "new": NEW, "interpreted": Runtime((3, 9), True)}
 PROBLEM = Problem.parse("seqlen=64 head_dim=64", ARCHS["sm_90"], NEW)
 OLD = Arch("sm_75", "cuda", 65_536)
+
+
+def test_every_backend_takes_something_and_every_limit_refuses_something():
+    """What this machine cannot run is in the table all the same: over all processors, each row has both verdicts."""
+    for c in CAPABILITIES:
+        size = c.head_dims[0] if c.head_dims else 16
+        problem = dataclasses.replace(PROBLEM, dtype=c.dtypes[0], head_dim=size, head_dim_v=size, grad=c.gradients)
+        archs = [a for a in ARCHS.values() if not refuse(c, dataclasses.replace(problem, arch=a))]
+        assert archs, c.backend
+        problem = dataclasses.replace(problem, arch=archs[0])
+        if c.max_head_dim is not None:
+            over = dataclasses.replace(problem, head_dim=c.max_head_dim + 1, head_dim_v=c.max_head_dim + 1)
+            assert "head_dim" in {r.code for r in refuse(c, over)}
+        for dtype in set(DTYPES) - set(c.dtypes):
+            assert "dtype" in {r.code for r in refuse(c, dataclasses.replace(problem, dtype=dtype))}
+        for letter in set("qkv") - set(c.gradients):
+            assert "gradient" in {r.code for r in refuse(c, dataclasses.replace(problem, grad=letter))}
+        if c.bulk_only:
+            assert "layout" in {r.code for r in refuse(c, dataclasses.replace(problem, bulk=False))}
+        if c.equal_head_dims:
+            assert "head_dim" in {r.code for r in refuse(c, dataclasses.replace(problem, head_dim_v=size * 2))}
 
 
 def _codes(backend, **changes):

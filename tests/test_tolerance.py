@@ -121,7 +121,7 @@ def test_error_in_one_head_below_the_maximum_fails_by_rms():
 def test_float32_bound_is_about_one_millionth():
     call = random_call((1, 1, 1, 128, 128, 32, 32), spec=causal())
     bound = Yardstick(call).bound
-    assert bound["o"] < 1e-5
+    assert bound["o"] < 1.5e-5
     assert bound["lse"] < 5e-6
     assert max(bound.values()) < 5e-5
 

@@ -163,7 +163,23 @@ def _header(device: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _checked(work: Iterable[Any], device: Any, progress: _Progress, only_failures: bool) -> list[Any]:
+def _left_out(device: Any, names: list[str], wanted: list[str] | None) -> list[tuple[str, str]]:
+    """The backends that take nothing on this device, each with its reasons."""
+    import torch
+
+    from ..capabilities import CAPABILITIES, refuse
+    from ..testing.calls import Call
+
+    out = []
+    for c in CAPABILITIES:
+        if c.backend not in names and (not wanted or c.backend in wanted):
+            size = c.head_dims[0] if c.head_dims else 16
+            tensor = torch.empty(1, 1, 1, size, device=device, dtype=getattr(torch, c.dtypes[0]))
+            out.append((c.backend, "; ".join(map(str, refuse(c, Call(tensor, tensor, tensor).problem)))))
+    return out
+
+
+def _checked(work: Iterable[Any], device: Any, progress: _Progress, hidden: set[str] | None) -> list[Any]:
     rows: list[Any] = []
     backend = ""
     for done, job in enumerate(work):
@@ -178,14 +194,14 @@ def _checked(work: Iterable[Any], device: Any, progress: _Progress, only_failure
         rows += made
         progress.clear()
         for row in made:
-            if not only_failures or row.skipped or not row.ok:
+            if hidden is None or not row.ok or (row.skipped and row.skipped not in hidden):
                 print(_line(row), flush=True)
     return rows
 
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tilewise check``; 0 if everything passed, 1 if not."""
-    from ..testing.check import jobs
+    from ..testing.check import REFUSED, jobs
 
     device = _device(args.device)
     if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).resolve().parent, os.W_OK)):
@@ -195,11 +211,15 @@ def run(args: argparse.Namespace) -> int:
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
     if not work:
-        print(f"No backend to check: {', '.join(args.backend or [])} takes no problem here. `tilewise explain` says why.")
+        print("Nothing to check here:")
+        for name, reason in _left_out(device, [], args.backend):
+            print(f"  {name} refuses: {reason}")
         return 1
     names = list(dict.fromkeys(job.backend for job in work))
     print(f"{len(work)} inputs on {', '.join(names)}; seed {args.seed}")
-    rows = _checked(work, device, _Progress(len(work)), args.failures)
+    for name, reason in _left_out(device, names, args.backend):
+        print(f"not checked: {name}: {reason}")
+    rows = _checked(work, device, _Progress(len(work)), {REFUSED} if args.failures else None)
     print("\nsummary")
     for name in names:
         print(_summary(name, [r for r in rows if r.backend == name]))

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from ..api import attention
+from ..capabilities import refuse
 from ..problem import Problem
+from ..select import capability
 from ..spec import Spec
 
-__all__ = ["OUTPUTS", "Call", "evaluate", "random_call"]
+__all__ = ["OUTPUTS", "Call", "evaluate", "fit", "random_call"]
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
@@ -87,6 +89,13 @@ def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.
         pairs = zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True)
         out.update({name: torch.zeros_like(t) if g is None else g for name, t, g in pairs})
     return out
+
+
+def fit(call: Call, backend: str) -> Call | None:
+    """The part of a call that the capability table lets a backend take: all of it, its forward pass, or nothing."""
+    row = capability(backend)
+    forward = call.replace(do=None, dlse=None)
+    return next((c for c in (call, forward) if not refuse(row, c.problem)), None)
 
 
 def random_call(

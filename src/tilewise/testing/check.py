@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..capabilities import CAPABILITIES, Capability, refuse
 from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
-from .calls import Call, evaluate, random_call
-from .cases import CASES, REJECTED, run_case, run_rejected
-from .gauntlet import GAUNTLET, run
+from .calls import Call, fit, random_call
+from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
+from .gauntlet import GAUNTLET, run_call
 from .large import LARGE, all_configs, free_gib
-from .poison import poison
-from .tolerance import Result, Yardstick
+from .tolerance import Result
 
 __all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
 
@@ -26,6 +27,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
+REFUSED = "the capability table refuses it"
 _PASS = {"o": "forward", "lse": "forward", "dq": "backward", "dk": "backward", "dv": "backward"}
 
 
@@ -33,7 +35,8 @@ _PASS = {"o": "forward", "lse": "forward", "dq": "backward", "dk": "backward", "
 class Row:
     """One line of the table: the output of a pass that comes nearest to its bound, or that failed.
 
-    ``seconds`` is the time of the whole job (all its passes). A row with ``skipped`` says which hardware was missing.
+    ``seconds`` is the time of the whole job (all its passes). A row with ``skipped`` says which hardware was missing, or that the
+    capability table refuses the input for this backend.
     """
 
     backend: str
@@ -80,6 +83,8 @@ class Job:
             text = f"{type(error).__name__}: {error}"
             return [row("", Result(self.name, "raises", float("inf"), 0.0, False, text))]
         seconds = time.perf_counter() - start
+        if not results:
+            return [row("", nothing, REFUSED)]
         passes: dict[str, list[Result]] = {}
         for r in results:
             passes.setdefault(_PASS.get(r.output, r.output), []).append(r)
@@ -91,19 +96,24 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def accepted(device: torch.device | str, dtype: torch.dtype, names: list[str] | None = None) -> list[Capability]:
-    """The rows of the capability table that take plain problems of this dtype on this device, out of ``names`` if given."""
-    tensor = torch.empty(1, 1, 1, 16, device=device, dtype=dtype)
-    problem = Call(tensor, tensor, tensor, do=tensor).problem
-    return [c for c in CAPABILITIES if (not names or c.backend in names) and not refuse(c, problem)]
+def accepted(device: torch.device | str, dtype: torch.dtype) -> list[Capability]:
+    """The rows of the capability table that take plain problems of this dtype on this device, at least forward."""
+
+    def takes(c: Capability) -> bool:
+        tensor = torch.empty(1, 1, 1, c.head_dims[0] if c.head_dims else 16, device=device, dtype=dtype)
+        return not refuse(c, Call(tensor, tensor, tensor).problem)
+
+    return [c for c in CAPABILITIES if takes(c)]
 
 
-def random_problem(rng: random.Random, small: bool) -> tuple[tuple[int, int, int, int, int, int, int], dict[str, object]]:
+def random_problem(
+    rng: random.Random, small: bool, head_dims: tuple[int, ...] = HEAD_DIMS, equal_head_dims: bool = False
+) -> tuple[tuple[int, int, int, int, int, int, int], dict[str, object]]:
     """Shape and arguments of ``random_call``: lengths at the edges of tiles, groups, both corners, windows, odd head dims."""
     lengths = [n for n in LENGTHS if n < 255] if small else LENGTHS
     heads_q, heads_kv = rng.choice(HEADS[:4] if small else HEADS)
-    head_dim = rng.choice(HEAD_DIMS)
-    head_dim_v = rng.choice(HEAD_DIMS) if rng.random() < 0.3 else head_dim
+    head_dim = rng.choice(head_dims)
+    head_dim_v = rng.choice(head_dims) if rng.random() < 0.3 and not equal_head_dims else head_dim
     shape = (1 if small else rng.choice((1, 2)), heads_q, heads_kv, rng.choice(lengths), rng.choice(lengths), head_dim, head_dim_v)
     align = rng.choice(ALIGNMENTS)
     reach = (None, 0, 1, 7, 31, 64, 100)
@@ -118,23 +128,22 @@ def random_problem(rng: random.Random, small: bool) -> tuple[tuple[int, int, int
     return shape, arguments
 
 
-def _random_job(backend: str, dtype: torch.dtype, device: torch.device, rng: random.Random, small: bool) -> Job:
-    shape, arguments = random_problem(rng, small)
+def _run_fitting(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
+    call = fit(build(), backend)
+    return [] if call is None else run_call(call, backend, name)
 
-    def call() -> Call:
-        return random_call(shape, device=device, dtype=dtype, **arguments)  # type: ignore[arg-type]
 
+def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype, small: bool) -> list[Result]:
+    return run_case(case, backend, device, dtype, small, lambda call: fit(call, backend))
+
+
+def _random_job(c: Capability, dtype: torch.dtype, device: torch.device, rng: random.Random, small: bool) -> Job:
+    shape, arguments = random_problem(rng, small, c.head_dims or HEAD_DIMS, c.equal_head_dims)
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     scale = "" if arguments["sm_scale"] is None else f" scale={arguments['sm_scale']}"
     name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}/{head_dim_v} {arguments['spec']}{scale}"
-
-    def run() -> list[Result]:
-        made = call()
-        with poison():
-            got = evaluate(made, backend)
-        return Yardstick(made).judge(got, name)
-
-    return Job(backend, _name(dtype), name, run)
+    build = partial(random_call, shape, device=device, dtype=dtype, **arguments)
+    return Job(c.backend, _name(dtype), name, partial(_run_fitting, build, c.backend, name))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -153,48 +162,42 @@ def jobs(
     where = default_device() if device is None else torch.device(device)
     for name in backends or []:
         capability(name)
+    taken = {dtype: accepted(where, dtype) for dtype in DTYPES}
     out: list[Job] = []
     for c in CAPABILITIES:
-        if backends and c.backend not in backends:
+        all_dtypes = [dtype for dtype in DTYPES if c in taken[dtype]]
+        if (backends and c.backend not in backends) or not all_dtypes:
             continue
         interpreted = c.interpretable and where.type == "cpu"
-        dtypes = [t for t in DTYPES if c in accepted(where, t, backends)]
-        if quick:
-            dtypes = dtypes[:2]
+        dtypes = all_dtypes[:2] if quick else all_dtypes
         count = randoms if randoms is not None else (6 if interpreted else 20) * (1 if quick else 5)
-        for dtype in dtypes:
-            for entry in GAUNTLET:
-                if entry.gpu_gib and (where.type != "cuda" or quick):
-                    continue
-                work = _bind(run, entry, c.backend, where, dtype, seed)
+        entries = [e if c.head_dims is None else e.at_head_dim(d) for d in c.head_dims or (0,) for e in GAUNTLET]
+        for dtype, entry in itertools.product(dtypes, entries):
+            if not entry.gpu_gib or (where.type == "cuda" and not quick):
+                build = partial(entry.build, where, dtype, seed)
+                work = partial(_run_fitting, build, c.backend, entry.name)
                 out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
         small = interpreted or quick
         for case in CASES:
-            out += [
-                Job(c.backend, _name(t), str(case), _bind(run_case, case, c.backend, where, t, small))
-                for t in case.dtypes
-                if t in dtypes or (t == torch.bfloat16 and c in accepted(where, t, backends))
-            ]
-        for rejected in REJECTED:
-            if dtypes:
-                out.append(Job(c.backend, "float32", str(rejected), _bind_one(rejected, c.backend, where)))
+            for dtype in case.dtypes:
+                if dtype in all_dtypes:
+                    work = partial(_run_case, case, c.backend, where, dtype, small)
+                    out.append(Job(c.backend, _name(dtype), str(case), work))
+        out += [Job(c.backend, "float32", str(r), partial(_rejected, r, c.backend, where)) for r in REJECTED]
         rng = random.Random(seed)
-        out += [_random_job(c.backend, dtypes[i % len(dtypes)], where, rng, interpreted) for i in range(count if dtypes else 0)]
+        out += [_random_job(c, dtypes[i % len(dtypes)], where, rng, interpreted) for i in range(count)]
         if where.type == "cuda" and not quick and not c.quadratic and torch.bfloat16 in dtypes:
             for large in LARGE:
                 devices = 2 if large.name == "a second device" else 1
-                out.append(Job(c.backend, "bfloat16", large.name, _bind(large.run, c.backend, where), large.gib, devices))
+                out.append(Job(c.backend, "bfloat16", large.name, partial(large.run, c.backend, where), large.gib, devices))
             if configs and c.backend == "triton":
-                out.append(Job(c.backend, "bfloat16", "case 23 every backward config", _bind(_every_config, c.backend, where)))
+                work = partial(_every_config, c.backend, where)
+                out.append(Job(c.backend, "bfloat16", "case 23 every backward config", work))
     return out
 
 
-def _bind(function: Callable[..., list[Result]], *args: object) -> Callable[[], list[Result]]:
-    return lambda: function(*args)
-
-
-def _bind_one(rejected: object, backend: str, device: torch.device) -> Callable[[], list[Result]]:
-    return lambda: [run_rejected(rejected, backend, device)]  # type: ignore[arg-type]
+def _rejected(rejected: Rejected, backend: str, device: torch.device) -> list[Result]:
+    return [run_rejected(rejected, backend, device)]
 
 
 def _every_config(backend: str, device: torch.device) -> list[Result]:

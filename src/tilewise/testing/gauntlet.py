@@ -6,6 +6,7 @@ tilewise.testing.gauntlet import GAUNTLET; print(*GAUNTLET, sep='\\n')"`` lists 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .calls import Call, evaluate, random_call
 from .poison import poison
 from .tolerance import Result, Yardstick
 
-__all__ = ["GAUNTLET", "Entry", "entry", "run"]
+__all__ = ["GAUNTLET", "Entry", "entry", "run", "run_call"]
 
 FAR = 2**31 + 4096  # elements; beyond what 32 bits can address
 
@@ -123,6 +124,10 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
+
+    def at_head_dim(self, head_dim: int) -> Entry:
+        """The same entry for a backend that takes this head_dim and no other."""
+        return dataclasses.replace(self, name=f"{self.name} D={head_dim}", shape=(*self.shape[:5], head_dim, head_dim))
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
         """The call, drawn from ``seed`` in ``dtype``."""
@@ -313,7 +318,11 @@ def run(
     seed: int = 0,
 ) -> list[Result]:
     """Judge one backend (or a function, see ``calls.evaluate``) on one entry, every allocation poisoned: o, lse, dq, dk, dv."""
-    call = entry.build(device, dtype, seed)
+    return run_call(entry.build(device, dtype, seed), backend, entry.name)
+
+
+def run_call(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]], name: str) -> list[Result]:
+    """Judge one backend on one call, with every allocation poisoned."""
     with poison():
         got = evaluate(call, backend)
-    return Yardstick(call).judge(got, entry.name)
+    return Yardstick(call).judge(got, name)
