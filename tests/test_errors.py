@@ -131,7 +131,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("arguments, message", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments, message", ARGUMENTS, ids=[f"{'-'.join(a)}-{i}" for i, (a, _) in enumerate(ARGUMENTS)])
 @pytest.mark.parametrize("function", [tw.attention, tw.explain])
 def test_bad_arguments(function, arguments, message):
     # A legal twin first: True == 1 and 3.0 == 3 must not be taken for one another by a cache.
