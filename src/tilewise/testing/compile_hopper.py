@@ -23,7 +23,7 @@ from .compile_only import _assemble, use_target
 
 __all__ = ["MASKS", "KernelReport", "compile_forward", "main_loop"]
 
-MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
+MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256", "negative": "causal sm_scale=-0.3"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> Kernel
 
 
 def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, HopperConfig]]:
-    """Every shipped config of these head dims, under every kind of mask; float16 only under a causal mask unless ``every``."""
+    """Every shipped config of these head dims, under every kind of mask; float16 only under a causal mask unless ``every``.
+
+    "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
+    """
     for head_dim in head_dims:
         for config in CHOICES[head_dim]:
             for mask, words in MASKS.items():
