@@ -60,10 +60,11 @@ def launch_fwd(
     heads = p.batch * p.heads_q
     tiles = m_blocks * heads
     # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if config.dynamic else lse
+    counter = torch.empty(1, dtype=torch.int32, device=q.device) if config.dynamic else None
     qk_scale2 = p.sm_scale * LOG2_E
     args = (
-        *(_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64), lse, counter, qk_scale2),
+        *(_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64)),
+        *(lse, lse if counter is None else counter, qk_scale2),
         *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
         *(m_blocks, heads, _together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
     )
@@ -86,7 +87,7 @@ def launch_fwd(
         "enable_fp_fusion": True,  # Triton 3.10 turns its default off
     }
     programs = min(tiles, p.arch.multiprocessors) if config.dynamic else tiles
-    return Launch(fwd._fwd_kernel, (programs,), args, options)
+    return Launch(fwd._fwd_kernel, (programs,), args, options, counter)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ compile-only tests make the same launches and compile them for a device that is 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,55 +47,61 @@ def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
     return (tiles * heads * batch,), True
 
 
-def _reversed(problem: Problem, rows: str) -> bool:
-    """Do the last tiles have the most work? An upper bound leaves it to the last queries and to the first keys."""
-    _, _, has_upper, has_lower = problem.bounds
-    return has_upper != has_lower and has_upper == (rows == "queries")
+@functools.lru_cache(maxsize=4096)
+def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """``(grid, scalar arguments, options)`` of a launch: all that does not depend on where the tensors lie.
 
-
-def _options(problem: Problem, config: Config, tail: bool) -> dict[str, Any]:
-    _, _, has_upper, has_lower = problem.bounds
-    precision = problem.precision
-    if problem.dtype == "float32" and precision == "ieee" and problem.arch.kind == "cuda":
+    The scalars are those of the kernels from ``heads_q`` to ``lower``; the number of tiles and the scales follow in the launch.
+    """
+    p = problem
+    upper, lower, has_upper, has_lower = p.bounds
+    if keys_resident:
+        tiles, heads, tail = triton.cdiv(p.seqlen_k, config.block_n), p.heads_kv, p.seqlen_q % config.block_m != 0
+    else:
+        tiles, heads, tail = triton.cdiv(p.seqlen_q, config.block_m), p.heads_q, p.seqlen_k % config.block_n != 0
+    grid, flat = _grid(tiles, heads, p.batch)
+    precision = p.precision
+    if p.dtype == "float32" and precision == "ieee" and p.arch.kind == "cuda":
         precision = "tf32x3"  # three TF32 products: as accurate as IEEE ones, and several times faster
-    return {
+    options = {
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": tail,
-        "DTYPE": _DTYPES[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
+        # An upper bound alone leaves the most work to the last queries and to the first keys, a lower bound alone the reverse.
+        "REVERSED": has_upper != has_lower and has_upper != keys_resident,
+        "FLAT": flat,
+        "DTYPE": _DTYPES[p.dtype],
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_D": padded(p.head_dim),
+        "BLOCK_DV": padded(p.head_dim_v),
         "PRECISION": precision,
-        "BULK": _bulk(problem),
-        "WIDEN": problem.dtype == "bfloat16" and problem.arch.kind == "cpu",
+        "BULK": _bulk(p),
+        "WIDEN": p.dtype == "bfloat16" and p.arch.kind == "cpu",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,  # Triton 3.10 turns its default off
     }
+    heads_of = (p.heads_q, p.heads_kv) if keys_resident else (p.heads_q,)
+    return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
 def launch_fwd(
     problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Launch:
     p = problem
-    upper, lower, _, _ = p.bounds
-    m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
-    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
+    grid, scalars, options = _settings(p, config, False)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         lse,
         *(strides for _, strides in tiles),
-        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, abs(p.sm_scale) * LOG2_E, m_blocks),
+        *(*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    options = _options(p, config, p.seqlen_k % config.block_n != 0)
-    options |= {"NEGATIVE": p.sm_scale < 0, "REVERSED": _reversed(p, "queries"), "FLAT": flat}
-    return Launch(fwd._fwd_kernel, grid, args, options)
+    return Launch(fwd._fwd_kernel, grid, args, {**options, "NEGATIVE": p.sm_scale < 0})
 
 
 def launch_delta(
@@ -124,9 +131,7 @@ def launch_dkdv(
     dv: torch.Tensor | None,
 ) -> Launch:
     p = problem
-    upper, lower, _, _ = p.bounds
-    n_blocks = triton.cdiv(p.seqlen_k, config.block_n)
-    grid, flat = _grid(n_blocks, p.heads_kv, p.batch)
+    grid, scalars, options = _settings(p, config, True)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     outputs = (k if dk is None else dk, v if dv is None else dv)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
@@ -135,12 +140,9 @@ def launch_dkdv(
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
-        *(p.heads_q, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
-        n_blocks,
+        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
     )
-    options = _options(p, config, p.seqlen_q % config.block_m != 0)
-    options |= {"NEED_DK": dk is not None, "NEED_DV": dv is not None, "REVERSED": _reversed(p, "keys"), "FLAT": flat}
-    return Launch(bwd._dkdv_kernel, grid, args, options)
+    return Launch(bwd._dkdv_kernel, grid, args, {**options, "NEED_DK": dk is not None, "NEED_DV": dv is not None})
 
 
 def launch_dq(
@@ -155,20 +157,15 @@ def launch_dq(
     dq: torch.Tensor,
 ) -> Launch:
     p = problem
-    upper, lower, _, _ = p.bounds
-    m_blocks = triton.cdiv(p.seqlen_q, config.block_m)
-    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
+    grid, scalars, options = _settings(p, config, False)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
-        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, p.sm_scale * LOG2_E, p.sm_scale),
-        m_blocks,
+        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    options = _options(p, config, p.seqlen_k % config.block_n != 0)
-    options |= {"REVERSED": _reversed(p, "queries"), "FLAT": flat}
     return Launch(bwd._dq_kernel, grid, args, options)
 
 
