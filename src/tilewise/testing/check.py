@@ -12,12 +12,14 @@ from functools import partial
 
 import torch
 
+from ..arch import arch_of
 from ..capabilities import CAPABILITIES, Capability, refuse
 from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, run_call
+from .gauntlet import entry as entry_of
 from .large import LARGE, all_configs, free_gib
 from .tolerance import Result
 
@@ -133,6 +135,10 @@ def _run_fitting(build: Callable[[], Call], backend: str, name: str) -> list[Res
     return [] if call is None else run_call(call, backend, name)
 
 
+def _tf32_call(name: str, device: torch.device, seed: int) -> Call:
+    return entry_of(name).build(device, torch.float32, seed).replace(precision="tf32")
+
+
 def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype, small: bool) -> list[Result]:
     return run_case(case, backend, device, dtype, small, lambda call: fit(call, backend))
 
@@ -177,6 +183,10 @@ def jobs(
                 build = partial(entry.build, where, dtype, seed)
                 work = partial(_run_fitting, build, c.backend, entry.name)
                 out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
+        if torch.float32 in dtypes and arch_of(where).kind in c.tf32_kinds:
+            for name in ("ragged_full", "lse_loss"):
+                work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")
+                out.append(Job(c.backend, "float32", f"{name}, tf32", work))
         small = interpreted or quick
         for case in CASES:
             for dtype in case.dtypes:
