@@ -28,7 +28,7 @@ def test_stale_mutant_is_refused():
     mutant = MUTANTS[0]
     with pytest.raises(StaleMutant, match=rf"{mutant.name}.*occurs 0 times in {mutant.file}, expected 1"):
         mutate(mutant, "nothing of the kind")
-    with pytest.raises(StaleMutant, match="occurs 1 times .* expected 2"):
+    with pytest.raises(StaleMutant, match=r"occurs 1 times .* expected 2"):
         mutate(dataclasses.replace(mutant, count=2), source(mutant))
 
 

@@ -3,9 +3,12 @@
 stdin: one JSON object, ``{"folder": ..., "jobs": ..., "tasks": [...]}``. A task is ``{"id", "root", "runs", "stop"}``: import
 tilewise from ``root`` and judge it on the ``[backend, entry]`` pairs of ``runs``, up to the first failure if ``stop``. ``runs`` of
 None means: write the yardsticks of all entries into ``folder``. What is right comes from that one file for each entry, made by
-the package as it is: a mutant that changes the oracle too is not judged by itself. stdout: one JSON line for each task, as they end.
+the package as it is: a mutant that changes the oracle too is not judged by itself. stdout: one JSON line for each task, as they
+end.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import select
@@ -18,9 +21,6 @@ import warnings
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
-import triton  # noqa: E402, F401  (before the forks, so that no child pays for it)
-import triton.language  # noqa: E402, F401
-
 TIME_LIMIT = 120.0  # seconds for one task
 
 
@@ -41,6 +41,10 @@ def work(task, folder):
         for entry in gauntlet.GAUNTLET:
             if not entry.gpu_gib:
                 torch.save(Yardstick(entry.build()), f"{folder}/{entry.name}.pt")
+        gauntlet.run(gauntlet.entry("one_key"), "triton")
+        names = [name for name in sys.modules if name.split(".")[0] not in ("tilewise", "__main__")]
+        with open(f"{folder}/modules.json", "w") as out:
+            json.dump(names, out)
         return []
     from tilewise.backends import torch_tiles
     from tilewise.testing.calls import evaluate
@@ -77,6 +81,14 @@ def child(task, folder, write):
 
 def main():
     wanted = json.load(sys.stdin)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    # What tilewise imports from elsewhere is imported before the forks, so that no child pays for it.
+    if os.path.exists(f"{wanted['folder']}/modules.json"):
+        with open(f"{wanted['folder']}/modules.json") as names:
+            for name in json.load(names):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
     waiting, running = list(wanted["tasks"]), {}
     while waiting or running:
         while waiting and len(running) < wanted["jobs"]:

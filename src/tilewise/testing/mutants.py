@@ -1,7 +1,7 @@
 """The proof that the gauntlet can fail: faults put into the shipped kernels, each of which some input must notice.
 
-A mutant is a change of source text (``mutant_list.MUTANTS``). For each, the package is copied, the copy is changed, and a process of
-its own runs gauntlet entries on it, the kernels in Triton's interpreter, until an output is wrong. ``python -m
+A mutant is a change of source text (``mutant_list.MUTANTS``). For each, the package is copied, the copy is changed, and a process
+of its own runs gauntlet entries on it, the kernels in Triton's interpreter, until an output is wrong. ``python -m
 tilewise.testing.mutants`` prints which entry kills which mutant.
 """
 
