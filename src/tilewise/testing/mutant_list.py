@@ -12,8 +12,8 @@ class Mutant:
     """One fault.
 
     ``old`` must occur exactly ``count`` times in ``file`` (below the package); every occurrence becomes ``new``. ``backend`` runs
-    the entries ("merge": the two halves of the keys, merged). ``equivalent`` is the reason why no output can change; then ``killers``
-    are the entries that come nearest.
+    the entries ("merge": the two halves of the keys, merged). ``equivalent`` is the reason why no output can change; then
+    ``killers`` are the entries that come nearest.
     """
 
     name: str
@@ -492,8 +492,8 @@ _BACKWARD = (
         "backward_scale_unsigned",
         "p is recomputed with the size of the scale",
         LAUNCH,
-        "p.sm_scale * LOG2_E, p.sm_scale)",
-        "abs(p.sm_scale) * LOG2_E, p.sm_scale)",
+        "*scalars, p.sm_scale * LOG2_E",
+        "*scalars, abs(p.sm_scale) * LOG2_E",
         ("negative_scale",),
         count=2,
     ),
