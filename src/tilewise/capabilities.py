@@ -57,7 +57,6 @@ CAPABILITIES: tuple[Capability, ...] = (
         equal_head_dims=True,
         bulk_only=True,
         gradients="",
-        auto=False,
     ),
     Capability(
         "triton",

@@ -67,6 +67,17 @@ class Problem:
     arch: Arch = ARCHS["cpu"]
     runtime: Runtime = Runtime(None)
 
+    def __hash__(self) -> int:
+        """Of all fields, worked out once: a problem is looked up in several tables during every call."""
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # strings hash anew in every process
+
     @property
     def q_start(self) -> int:
         """The position of query row 0; key 0 has position 0."""

@@ -6,6 +6,7 @@ that is not there.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,21 +52,17 @@ def _longest(problem: Problem) -> str:
     return "last" if has_upper else "first"
 
 
-def launch_fwd(
-    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> Launch:
+@functools.lru_cache(maxsize=4096)
+def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """``(programs, numbers, options)`` of a launch: all that does not depend on where the tensors lie."""
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
     heads = p.batch * p.heads_q
     tiles = m_blocks * heads
-    # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
-    counter = torch.empty(1, dtype=torch.int32, device=q.device) if config.dynamic else None
     qk_scale2 = p.sm_scale * LOG2_E
-    args = (
-        *(_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64)),
-        *(lse, lse if counter is None else counter, qk_scale2),
-        *(p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
+    numbers = (
+        *(qk_scale2, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
         *(m_blocks, heads, _together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
     )
     options = {
@@ -86,8 +83,18 @@ def launch_fwd(
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns its default off
     }
-    programs = min(tiles, p.arch.multiprocessors) if config.dynamic else tiles
-    return Launch(fwd._fwd_kernel, (programs,), args, options, counter)
+    return (min(tiles, p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
+
+
+def launch_fwd(
+    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> Launch:
+    p = problem
+    programs, numbers, options = _settings(p, config)
+    # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
+    counter = torch.empty(1, dtype=torch.int32, device=q.device) if config.dynamic else None
+    tiles = (_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64))
+    return Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, lse if counter is None else counter, *numbers), options, counter)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
