@@ -57,6 +57,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         equal_head_dims=True,
         bulk_only=True,
         gradients="",
+        auto=False,
     ),
     Capability(
         "triton",

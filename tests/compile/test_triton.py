@@ -1,0 +1,121 @@
+"""Every Triton kernel compiles for every architecture that it claims, within a budget, on a machine without a GPU.
+
+One process for each architecture compiles the launches of real calls; two run at a time. Budgets are what was measured with Triton
+3.9, and a little room: a kernel that outgrows one has become slower, and whoever raises a budget says why in the commit.
+"""
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tilewise.arch import ARCHS
+
+CAUSAL_64 = "heads=4 seqlen=4096 head_dim=64 mask=causal"
+WINDOW_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=upper:100,lower:1000"
+CAUSAL_256 = "heads=4 seqlen=4000 head_dim=256 mask=causal"
+ODD = "heads=4 seqlen=1000 head_dim=72/40 dtype=float16"
+SINGLE_64 = "heads=4 seqlen=1000 head_dim=64 dtype=float32 mask=causal"
+SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
+
+PROBLEMS = {
+    "sm_80": (CAUSAL_64, WINDOW_128, ODD),
+    "sm_90": (CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64),
+    "sm_100": (CAUSAL_64, WINDOW_128),
+    "sm_120": (CAUSAL_64, ODD),
+    "gfx942": (CAUSAL_64, WINDOW_128),
+}
+
+# Bytes of spill that are known and accepted; every kernel that is not listed must have none.
+SPILL = {
+    ("sm_80", CAUSAL_64, "fwd"): 32,  # 255 registers, outside the loop
+    ("sm_80", CAUSAL_64, "dq"): 192,
+    ("sm_80", CAUSAL_64, "dkdv"): 128,
+    ("sm_80", WINDOW_128, "dkdv"): 768,
+    ("sm_90", WINDOW_128, "fwd"): 320,  # three loops, of which the masked two hold positions besides
+    ("sm_90", WINDOW_128, "dkdv"): 896,
+    ("sm_90", CAUSAL_256, "dk"): 256,
+    ("sm_90", SINGLE_64, "dq"): 640,  # float32 operands take registers twice over for their three products
+    ("sm_90", SINGLE_64, "dkdv"): 2816,
+    ("sm_100", WINDOW_128, "dkdv"): 128,
+    ("sm_120", CAUSAL_64, "dkdv"): 448,
+    ("sm_120", ODD, "dq"): 960,
+    ("sm_120", ODD, "dkdv"): 1088,
+    ("gfx942", CAUSAL_64, "fwd"): 64,
+    ("gfx942", CAUSAL_64, "dq"): 64,
+    ("gfx942", WINDOW_128, "fwd"): 192,
+    ("gfx942", WINDOW_128, "dkdv"): 640,
+}
+
+# Instructions of the longest loop with a product, on the architecture that the configs were measured on.
+LOOP = {
+    (CAUSAL_64, "fwd"): 490,
+    (CAUSAL_64, "dq"): 420,
+    (CAUSAL_64, "dkdv"): 910,
+    (WINDOW_128, "fwd"): 1100,
+    (WINDOW_128, "dq"): 520,
+    (WINDOW_128, "dkdv"): 810,
+    (CAUSAL_256, "fwd"): 650,
+    (CAUSAL_256, "dq"): 425,
+    (CAUSAL_256, "dv"): 575,
+    (CAUSAL_256, "dk"): 695,
+}
+
+
+def _compile(arch: str, problems: tuple[str, ...]) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tilewise.testing.compile_only", arch, *problems]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {arch} failed:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[dict]]:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(PROBLEMS, pool.map(_compile, PROBLEMS, PROBLEMS.values()), strict=True))
+
+
+def faults(report: dict) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    arch, problem, kernel = report["arch"], report["problem"], report["kernel"]
+    found = []
+    if report["shared"] > ARCHS[arch].shared_memory:
+        found.append(f"shared memory {report['shared']} > {ARCHS[arch].shared_memory}")
+    spill = SPILL.get((arch, problem, kernel), 0)
+    if report["spill"] > spill:
+        found.append(f"spill {report['spill']} > {spill}")
+    if arch == "sm_90":
+        loop = LOOP.get((problem, kernel))
+        if loop is not None and not 0 < report["loop"] <= loop:
+            found.append(f"loop {report['loop']} > {loop} (or not found)")
+    if kernel != "delta" and not report["matrix_instructions"]:
+        found.append("no matrix instruction")
+    if arch == "sm_90" and kernel != "delta" and not report["bulk_loads"]:
+        found.append("no bulk copy")
+    return found
+
+
+@pytest.mark.parametrize("arch", PROBLEMS)
+def test_kernels_compile_within_budget(reports, arch):
+    rows = reports[arch]
+    kernels = {(r["problem"], r["kernel"]) for r in rows}
+    for problem in PROBLEMS[arch]:
+        assert {(problem, "fwd"), (problem, "delta"), (problem, "dq")} <= kernels
+    wrong = [f"{r['problem']} {r['kernel']} {r['config']}: {fault}" for r in rows for fault in faults(r)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_gate_can_fail(reports):
+    good = next(r for r in reports["sm_90"] if r["kernel"] == "fwd")
+    assert not faults(good)
+    assert faults({**good, "shared": 232_449})
+    assert faults({**good, "spill": 10_000})
+    assert faults({**good, "loop": 5_000})
+    assert faults({**good, "loop": 0})
+    assert faults({**good, "matrix_instructions": 0})
+    assert faults({**good, "bulk_loads": 0})
