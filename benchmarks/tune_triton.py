@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", help="JSON list of [pass, head_dim, block_m, block_n, num_warps(, num_stages)]: leave out the rest")
+    parser.add_argument("--only", help="JSON list of [pass, head_dim, block_m, block_n, num_warps(, num_stages)], the only ones")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds after which the rest is left out")
     args = parser.parse_args()

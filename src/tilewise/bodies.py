@@ -4,6 +4,9 @@ They hold operators only (no loads, no shapes, no library calls), so that one te
 truncates toward zero in Triton and floors in Python: operands are made non-negative before every division.
 """
 
+# pyright: reportUndefinedVariable=false
+# ("constexpr" marks what a kernel is compiled for; it is a word for Triton and Gluon, not a name here)
+
 from __future__ import annotations
 
 __all__ = ["allowed", "tile_range"]

@@ -21,7 +21,8 @@ class Capability:
 
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), ``equal_head_dims`` asks for
-    head_dim_v = head_dim, ``bulk_only`` for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate.
+    head_dim_v = head_dim, ``bulk_only`` for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it
+    can differentiate.
     """
 
     backend: str

@@ -4,6 +4,9 @@ The producer and the consumers of a program never talk about what comes next: ea
 these bodies exist once, and a model in plain Python can play a whole launch with them.
 """
 
+# pyright: reportUndefinedVariable=false
+# ("constexpr" marks what a kernel is compiled for; it is a word for Triton and Gluon, not a name here)
+
 from __future__ import annotations
 
 from ..bodies import tile_range

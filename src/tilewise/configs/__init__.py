@@ -121,7 +121,7 @@ def default_config(problem: Problem, pass_: str) -> Config:
 @functools.lru_cache(maxsize=64)
 def _records(arch: str) -> dict[tuple[str, int, int, bool, str], Config]:
     """The measured configs of one architecture, by (pass, bytes an element, padded head_dim, bounded mask, length class)."""
-    path = importlib.resources.files(__package__) / "data" / f"{arch}.json"
+    path = importlib.resources.files("tilewise.configs") / "data" / f"{arch}.json"
     if not path.is_file():
         return {}
     out = {}

@@ -72,11 +72,11 @@ def use_target(arch: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
         raise BackendBroken("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled. Unset it.")
     facts = ARCHS[arch]
     target = GPUTarget("cuda", facts.compute_capability, 32) if facts.kind == "cuda" else GPUTarget("hip", arch, facts.warp_size)
-    driver.set_active(_TargetOnly(target))
+    driver.set_active(_TargetOnly(target))  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(problem: Problem) -> dict[str, torch.Tensor]:
@@ -213,7 +213,8 @@ def _loop_length(sass: str) -> int:
 def main(arguments: list[str]) -> int:
     """``ARCH PROBLEM...``: compile every kernel of each problem; one JSON line each."""
     if len(arguments) < 2 or arguments[0] not in ARCHS:
-        print(f"usage: python -m tilewise.testing.compile_only ARCH PROBLEM...  (ARCH: {', '.join(sorted(ARCHS))})", file=sys.stderr)
+        known = ", ".join(sorted(ARCHS))
+        print(f"usage: python -m tilewise.testing.compile_only ARCH PROBLEM...  (ARCH: {known})", file=sys.stderr)
         return 2
     arch, *texts = arguments
     use_target(arch)
