@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from small_calls import BACKEND, BACKWARD, FORWARD, causal, close, draw, oracle_gradients, qkv
@@ -363,3 +365,41 @@ def test_a_fault_inside_a_backend_names_the_backend_and_the_problem(monkeypatch)
     monkeypatch.setattr(module_of(BACKEND), "forward", fail)
     with pytest.raises(tw.BackendBroken, match=r"'torch' accepted .* forward pass: ValueError: tile of 3 rows\nProblem: dtype="):
         causal(*qkv())
+
+
+def test_calls_share_a_binding_only_if_their_alignment_agrees():
+    from tilewise import ops
+
+    storage = torch.randn(2 * 16 * 16 + 1)
+    aligned, shifted = (storage[start : start + 512].view(1, 2, 16, 16) for start in (0, 1))
+    assert aligned.data_ptr() % 16 == 0
+    assert shifted.data_ptr() % 16 != 0
+    arguments = ("full", None, None, "torch", "")
+    first, _ = ops._bind(aligned, aligned, aligned, *arguments)
+    again, _ = ops._bind(aligned, aligned, aligned, *arguments)
+    other, _ = ops._bind(aligned, shifted, aligned, *arguments)
+    assert again is first
+    assert first.bulk
+    assert not other.bulk
+    scaled, _ = ops._bind(aligned, aligned, aligned, "full", 0.5, None, "torch", "")
+    assert scaled.sm_scale == 0.5
+
+
+def test_remembered_bindings_are_bounded(monkeypatch):
+    from tilewise import ops
+
+    monkeypatch.setattr(ops, "_bound", {})
+    monkeypatch.setattr(ops, "_MOST_BOUND", 3)
+    for n in range(1, 9):
+        t = torch.randn(1, 1, n, 4)
+        ops._bind(t, t, t, "full", None, None, "torch", "")
+        assert len(ops._bound) <= 3
+
+
+def test_problem_keeps_its_hash_to_its_own_process():
+    t = torch.randn(1, 1, 4, 4)
+    problem = tw.Problem.bind(t, t, t, tw.full())
+    copy = pickle.loads(pickle.dumps(problem))
+    assert hash(problem) == hash(copy)
+    assert copy == problem
+    assert "_hash" not in pickle.loads(pickle.dumps(problem)).__dict__
