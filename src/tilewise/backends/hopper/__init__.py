@@ -17,8 +17,9 @@ from ...configs.hopper import HopperConfig, lookup
 from ...problem import Problem
 from ..launching import Launch
 from . import fwd
+from .bwd_launch import backward
 
-__all__ = ["forward", "launch_fwd"]
+__all__ = ["backward", "forward", "launch_fwd"]
 
 LOG2_E = 1.4426950408889634
 # Heads whose keys and values fit this many bytes are worked on together, so that those stay in the L2 cache.
