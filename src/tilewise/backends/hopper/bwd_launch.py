@@ -1,4 +1,5 @@
-"""The launches of the Hopper backward pass: numbers of the rows, dk and dv by a kernel that holds keys, dq by one that holds queries."""
+"""The launches of the Hopper backward pass: lse2 and delta of the rows, dk and dv by a kernel that holds keys, dq by one that holds
+queries."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...configs.hopper_backward import KeysConfig, QueriesConfig, lookup_adding, lookup_dkdv, lookup_dq, padded_rows
+from ...configs.hopper_backward import KeysConfig, QueriesConfig, lookup_dkdv, lookup_dq, padded_rows
 from ...problem import Problem
 from ..launching import Launch
 from . import bwd, bwd256, bwd_dq, bwd_rows
 from .common import LOG2_E, longest, tile, together
 
-__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_gather", "launch_rows"]
+__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_rows"]
 
 _ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
@@ -28,17 +29,16 @@ def launch_rows(
     lse: torch.Tensor,
     lse2: torch.Tensor,
     minus_delta: torch.Tensor,
-    sums: torch.Tensor | None,
 ) -> Launch:
     p = problem
     block_dv = 1 << (p.head_dim_v - 1).bit_length()
     block_m = max(16, min(128, 8192 // block_dv))
     q_pad = lse2.shape[-1]
     m_blocks = q_pad // block_m
-    tensors = (o, do, lse if dlse is None else dlse, lse, lse2, minus_delta, lse2 if sums is None else sums)
+    tensors = (o, do, lse if dlse is None else dlse, lse, lse2, minus_delta)
     numbers = (tuple(o.stride()[:3]), tuple(do.stride()[:3]), p.heads_q, p.seqlen_q, q_pad, m_blocks)
-    options = {"HAS_DLSE": dlse is not None, "ZEROES": sums is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m}
-    options |= {"BLOCK_DV": block_dv, "HEAD_DIM": p.head_dim, "num_warps": 4, "enable_fp_fusion": True}
+    options = {"HAS_DLSE": dlse is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m}
+    options |= {"BLOCK_DV": block_dv, "num_warps": 4, "enable_fp_fusion": True}
     return Launch(bwd_rows._rows_kernel, (m_blocks * p.batch * p.heads_q,), (*tensors, *numbers), options)
 
 
@@ -70,7 +70,7 @@ def _keys_settings(problem: Problem, config: KeysConfig) -> tuple[int, tuple[Any
     if config.p_slots:
         options["P_SLOTS"] = config.p_slots
     else:
-        options["ADDS"] = config.adds
+        options["BLOCK_N"] = config.block_n
     return n_blocks * heads, numbers, options
 
 
@@ -85,7 +85,6 @@ def launch_dkdv(
     minus_delta: torch.Tensor,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
-    sums: torch.Tensor | None = None,
 ) -> Launch:
     programs, numbers, options = _keys_settings(problem, config)
     rows = [
@@ -98,7 +97,7 @@ def launch_dkdv(
     options = {**options, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     if config.p_slots:
         return Launch(bwd256._dkdv256_kernel, (programs,), (*tiles, *numbers), options)
-    return Launch(bwd._dkdv_kernel, (programs,), (*tiles, lse2 if sums is None else sums, *numbers), options)
+    return Launch(bwd._dkdv_kernel, (programs,), (*tiles, *numbers), options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,15 +146,6 @@ def launch_dq(
     return Launch(bwd_dq._dq_kernel, (programs,), (*tiles, lse2, minus_delta, *numbers), options)
 
 
-def launch_gather(problem: Problem, sums: torch.Tensor, dq: torch.Tensor) -> Launch:
-    p = problem
-    q_pad = padded_rows(p)
-    m_blocks = q_pad // 64
-    numbers = (p.sm_scale, tuple(dq.stride()[:3]), p.heads_q, p.seqlen_q, q_pad, m_blocks)
-    options = {"HEAD_DIM": p.head_dim, "WIDTH": 64, "num_warps": 4, "enable_fp_fusion": True}
-    return Launch(bwd_rows._gather_kernel, (m_blocks * p.batch * p.heads_q,), (sums, dq, *numbers), options)
-
-
 def backward(
     problem: Problem,
     do: torch.Tensor,
@@ -171,16 +161,9 @@ def backward(
 ) -> None:
     """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
     p = problem
-    adding = lookup_adding(p) if dq is not None and dk is not None and dv is not None else None
     with torch.cuda.device_of(q):
-        rows = p.batch * p.heads_q * padded_rows(p)
         lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
-        sums = None if adding is None else torch.empty(rows * p.head_dim, dtype=torch.float32, device=q.device)
-        launch_rows(p, o, do, None if dlse is None else dlse.contiguous(), lse, lse2, minus_delta, sums).run()
-        if adding is not None:
-            launch_dkdv(p, adding, q, k, v, do, lse2, minus_delta, dk, dv, sums).run()
-            launch_gather(p, sums, dq).run()
-            return
+        launch_rows(p, o, do, None if dlse is None else dlse.contiguous(), lse, lse2, minus_delta).run()
         if dk is not None or dv is not None:
             launch_dkdv(p, lookup_dkdv(p), q, k, v, do, lse2, minus_delta, dk, dv).run()
         if dq is not None:
