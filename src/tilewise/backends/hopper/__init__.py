@@ -86,15 +86,33 @@ def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, .
     return (min(tiles, p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
 
 
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """The tile counter for a launch on the current stream: 0 before it, and put back to 0 by it.
+
+    Launches on one stream run in turn and share one; launches on two streams may overlap. A captured graph has one of its own,
+    zeroed by each replay, since it may be replayed on any stream.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)  # a fiftieth of the time of torch.cuda.current_stream
+    found = _counters.get(key)
+    if found is None:
+        found = _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
+    return found
+
+
 def launch_fwd(
     problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Launch:
     p = problem
     programs, numbers, options = _settings(p, config)
-    # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
-    counter = torch.empty(1, dtype=torch.int32, device=q.device) if config.dynamic else None
+    counter = _counter(q.device) if config.dynamic else lse  # the kernel does not look at it unless it is dynamic
     tiles = (_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64))
-    return Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, lse if counter is None else counter, *numbers), options, counter)
+    return Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, counter, *numbers), options)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:

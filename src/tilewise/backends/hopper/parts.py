@@ -113,7 +113,7 @@ def make_ring(desc, ROWS_A_TILE: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl
 class Work:
     """What a launch has to do, as each partition sees it: tiles of queries, numbered from 0, and the keys that each needs."""
 
-    counter: gl.tensor  # int32, 0 at the launch: tiles taken by programs beyond their first (DYNAMIC only)
+    counter: gl.tensor  # int32, 0 before and after a launch: tiles taken by programs beyond their first (DYNAMIC only)
     m_blocks: gl.tensor
     heads_total: gl.tensor
     heads_together: gl.tensor
@@ -167,17 +167,20 @@ class Work:
     def issue(self, turn):
         """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers.
 
+        A tile is taken once for each that is worked on, so the launch takes ``total()`` of them, and whoever takes the last puts
+        the counter back to 0 for the next launch: nobody reads it after that.
         Nobody releases a ticket: its slot comes round after all have read it, since a ring of queries is shorter than TICKETS.
         """
         slot = turn % TICKETS
         return gl.inline_asm(
-            "{ .reg .pred p; .reg .u32 lane, t, g;"
+            "{ .reg .pred p, last; .reg .u32 lane, t, g;"
             "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
-            "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1; add.u32 t, t, g;"
-            "@p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3];"
+            "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1;"
+            "setp.eq.and.u32 last, t, $2, p; @last st.global.relaxed.gpu.u32 [$1], 0; add.u32 t, t, g;"
+            "@p st.shared.u32 [$3], t; @p mbarrier.arrive.shared::cta.b64 _, [$4];"
             "shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }",
-            "=r,l,r,r,~{memory}",
-            [self.counter, self.ticket.index(slot), self.issued.index(slot)],
+            "=r,l,r,r,r,~{memory}",
+            [self.counter, self.total() - 1, self.ticket.index(slot), self.issued.index(slot)],
             gl.int32,
         )
 
