@@ -6,6 +6,7 @@ that is not there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...configs.hopper import HopperConfig, lookup
+from ...configs.hopper import FORMS, HopperConfig, lookup
 from ...problem import Problem
 from ..launching import Launch
 from . import fwd
 
-__all__ = ["forward", "launch_fwd"]
+__all__ = ["forward", "launches_fwd"]
 
 LOG2_E = 1.4426950408889634
 # Heads whose keys and values fit this many bytes are worked on together, so that those stay in the L2 cache.
@@ -53,9 +54,11 @@ def _longest(problem: Problem) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """``(programs, numbers, options)`` of a launch: all that does not depend on where the tensors lie."""
     p = problem
+    if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
+        config = dataclasses.replace(config, dynamic=True, resident=1)
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
     heads = p.batch * p.heads_q
@@ -78,44 +81,56 @@ def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, .
         "Q_SLOTS": config.q_slots,
         "OVERLAP": config.overlap,
         "DYNAMIC": config.dynamic,
-        "CONSUMER_REGISTERS": config.consumer_registers,
-        "PRODUCER_REGISTERS": config.producer_registers,
+        "HASTY": form == "hasty",
+        "REDO": form == "redo",
+        "CONSUMER_REGISTERS": config.registers[0],
+        "PRODUCER_REGISTERS": config.registers[1],
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns its default off
     }
-    return (min(tiles, p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
+    if config.resident > 1:
+        options["maxnreg"] = 65536 // (config.resident * 32 * (config.block_m // 16 + 4)) // 8 * 8
+    return (min(tiles, config.resident * p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def _counter(device: torch.device) -> torch.Tensor:
-    """The tile counter for a launch on the current stream: 0 before it, and put back to 0 by it.
+    """The tile counter and the flag for a call on the current stream: 0 before it, and put back to 0 by it.
 
-    Launches on one stream run in turn and share one; launches on two streams may overlap. A captured graph has one of its own,
-    zeroed by each replay, since it may be replayed on any stream.
+    Calls on one stream run in turn and share them; calls on two streams may overlap. A captured graph has its own, zeroed by
+    each replay, since it may be replayed on any stream.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     key = index, torch._C._cuda_getCurrentRawStream(index)  # a fiftieth of the time of torch.cuda.current_stream
     found = _counters.get(key)
     if found is None:
-        found = _counters.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
+        found = _counters.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
     return found
 
 
-def launch_fwd(
+def launches_fwd(
     problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> Launch:
-    p = problem
-    programs, numbers, options = _settings(p, config)
-    counter = _counter(q.device) if config.dynamic else lse  # the kernel does not look at it unless it is dynamic
+) -> tuple[Launch, ...]:
+    """The launches of one call, in this order, by the forms in ``FORMS``.
+
+    "careful"; or "hasty", which raises the flag if its result may be wrong, and "redo", careful, which works only if that is up.
+    """
+    # A careful kernel in static order looks neither at the counter nor at the flag.
+    counter = _counter(q.device) if config.dynamic or config.guarded else lse
     tiles = (_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64))
-    return Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, counter, *numbers), options)
+    launches = []
+    for form in FORMS[config.guarded]:
+        programs, numbers, options = _settings(problem, config, form)
+        launches.append(Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, counter, *numbers), options))
+    return tuple(launches)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     with torch.cuda.device_of(q):
-        launch_fwd(problem, lookup(problem), q, k, v, o, lse).run()
+        for launch in launches_fwd(problem, lookup(problem), q, k, v, o, lse):
+            launch.run()
