@@ -48,7 +48,7 @@ class Capability:
 CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "hopper",
-        "Gluon kernels for sm_90: a producer warp that copies in bulk, warpgroups that compute; forward only",
+        "Gluon kernels for sm_90: a producer warp that copies in bulk, warpgroups that compute",
         kinds=("cuda",),
         dtypes=HALF,
         max_head_dim=256,
@@ -57,7 +57,6 @@ CAPABILITIES: tuple[Capability, ...] = (
         head_dims=(64, 128, 256),
         equal_head_dims=True,
         bulk_only=True,
-        gradients="",
         auto=False,
     ),
     Capability(

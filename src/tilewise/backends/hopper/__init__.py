@@ -1,4 +1,4 @@
-"""Hopper kernels in Gluon (sm_90a): a producer warp that copies in bulk and warpgroups that compute. Forward only.
+"""Hopper kernels in Gluon (sm_90a): a producer warp that copies in bulk and warpgroups that compute.
 
 A ``Launch`` is a value, as in every backend: the compile-only tests make the launches of a real call and compile them for a device
 that is not there.
@@ -11,46 +11,18 @@ import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...configs.hopper import FORMS, HopperConfig, lookup
 from ...problem import Problem
 from ..launching import Launch
 from . import fwd
+from .bwd_launch import backward
+from .common import LOG2_E, longest, tile, together
 
-__all__ = ["forward", "launches_fwd"]
+__all__ = ["backward", "forward", "launches_fwd"]
 
-LOG2_E = 1.4426950408889634
-# Heads whose keys and values fit this many bytes are worked on together, so that those stay in the L2 cache.
-L2_BUDGET = 40 << 20
 # Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
 SMALLEST_SCALE = 1e-30
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-
-
-def _tile(t: torch.Tensor, rows: int) -> Any:
-    """A descriptor of tiles of ``rows`` rows of one head."""
-    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
-    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[-1]], _TILE_LAYOUT)
-
-
-def _together(heads: int, sharing: int, bytes_a_head: int) -> int:
-    """How many heads to work on together: a divisor of ``heads`` whose keys and values fit the budget."""
-    fit = max(1, min(heads, sharing * max(1, L2_BUDGET // max(1, bytes_a_head))))
-    groups = -(-heads // fit)
-    while heads % groups:
-        groups += 1
-    return heads // groups
-
-
-def _longest(problem: Problem) -> str:
-    """Which query tiles have the most work: an upper bound alone leaves it to the last, a lower bound alone to the first."""
-    _, _, has_upper, has_lower = problem.bounds
-    if has_upper == has_lower:
-        return "any"
-    return "last" if has_upper else "first"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,14 +38,14 @@ def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, t
     qk_scale2 = p.sm_scale * LOG2_E
     numbers = (
         *(qk_scale2, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
-        *(m_blocks, heads, _together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
     )
     options = {
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
         "SCALED_FIRST": qk_scale2 < SMALLEST_SCALE,
-        "LONGEST": _longest(p),
+        "LONGEST": longest(p, False),
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -121,7 +93,7 @@ def launches_fwd(
     """
     # A careful kernel in static order looks neither at the counter nor at the flag.
     counter = _counter(q.device) if config.dynamic or config.guarded else lse
-    tiles = (_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64))
+    tiles = (tile(q, 64), tile(k, config.block_n), tile(v, config.block_n), tile(o, 64))
     launches = []
     for form in FORMS[config.guarded]:
         programs, numbers, options = _settings(problem, config, form)

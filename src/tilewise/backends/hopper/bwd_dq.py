@@ -1,0 +1,166 @@
+"""Backward: ``dq = sm_scale ds k`` of BLOCK_M queries of one head, streaming the keys as the forward pass does.
+
+    p = exp2(s2 - lse2)        ds = p (do v^T - delta)        dq = sm_scale ds k
+
+No gradient is added up in memory, so the bits repeat. Partitions: BLOCK_M / 64 consumers and a producer, which walk the same tiles
+(``parts.Work``); queries and gradients of the output are resident. In the overlapped form dq is one tile behind: the product of the
+last tile, whose ``ds`` is carried as a register operand, is issued after both products of the next tile.
+
+Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
+    resident        full: 1 (bytes), once for each consumer
+    keys, values    full: 1 (bytes)   empty: C * W, each warp after its last read of the tile
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .parts import ROWS, TICKETS, WARPS, Work, make_ring, masked, wait
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower", "m_blocks", "heads_total", "heads_together")
+
+
+@gluon.jit
+def _producer(work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring):
+    batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
+    for c in gl.static_range(work.CONSUMERS):
+        full = resident.index(c)
+        mbarrier.expect(full, 2 * q_desc.block_type.nbytes)
+        tma.async_load(q_desc, [batch, head, start_m + c * ROWS, 0], full, q_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
+        tma.async_load(do_desc, [batch, head, start_m + c * ROWS, 0], full, do_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
+    head_kv = head // group
+    for step in range(hi - lo):
+        start_n = (hi - 1 - step) * work.BLOCK_N
+        k_ring.fill(k_desc, batch, head_kv, start_n, step)
+        v_ring.fill(v_desc, batch, head_kv, start_n, step)
+
+
+@gluon.jit
+def _weights(s, lse2, qk_scale2, work, n_block, start_row, free_lo, free_hi):
+    """p [ROWS, BLOCK_N]; masked after the scale, which may be negative."""
+    x = s * qk_scale2 - lse2[:, None]
+    return gl.exp2(masked(x, work, n_block, start_row, free_lo, free_hi))
+
+
+@gluon.jit
+def _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, S_LAYOUT: gl.constexpr):
+    """Issue s = q k^T and dp - delta = do v^T - delta."""
+    zeros = gl.zeros([ROWS, k_tile.type.shape[0]], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    v_tile = v_ring.take(step)
+    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zeros + minus_delta[:, None], is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _pass_over(count, step, k_ring, v_ring):
+    """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
+    for _ in range(count):
+        k_ring.take(step)
+        k_ring.release(step)
+        v_ring.take(step)
+        v_ring.release(step)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _consumer(C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring):
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)
+    DTYPE: gl.constexpr = dq_desc.dtype
+    batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
+    start_row = start_m + C * ROWS
+    own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
+    rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    head_rows = (batch * work.heads_q + head).to(gl.int64) * q_pad
+    lse2 = gl.load(lse2_ptr + head_rows + rows, mask=rows < q_pad, other=float("inf"))
+    minus_delta = gl.load(delta_ptr + head_rows + rows, mask=rows < q_pad, other=0.0)
+    q_tile = q_tiles.index(C)
+    do_tile = do_tiles.index(C)
+    dq = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, Q_LAYOUT)
+    wait(resident.index(C), 0)
+    step = 0
+    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    if work.OVERLAP:
+        s, dp = _products(q_tile, do_tile, k_ring.take(step), v_ring, step, minus_delta, S_LAYOUT)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = _weights(s, lse2, qk_scale2, work, own_hi - 1, start_row, free_lo, free_hi)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        v_ring.release(step)
+        ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
+        for j in range(1, own_hi - own_lo):
+            s, dp = _products(q_tile, do_tile, k_ring.take(step + 1), v_ring, step + 1, minus_delta, S_LAYOUT)
+            dq = warpgroup_mma(ds, k_ring.take(step), dq, is_async=True)
+            s = warpgroup_mma_wait(2, deps=(s,))
+            p = _weights(s, lse2, qk_scale2, work, own_hi - 1 - j, start_row, free_lo, free_hi)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            v_ring.release(step + 1)
+            ds_next = p * dp
+            dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+            k_ring.release(step)
+            ds = gl.convert_layout(ds_next.to(DTYPE), P_LAYOUT)
+            step += 1
+        dq = warpgroup_mma(ds, k_ring.take(step), dq, is_async=True)
+        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        k_ring.release(step)
+        step += 1
+    else:
+        for j in range(own_hi - own_lo):
+            k_tile = k_ring.take(step)
+            s, dp = _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, S_LAYOUT)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            p = _weights(s, lse2, qk_scale2, work, own_hi - 1 - j, start_row, free_lo, free_hi)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            v_ring.release(step)
+            ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
+            dq = warpgroup_mma(ds, k_tile, dq, is_async=True)
+            dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+            k_ring.release(step)
+            step += 1
+    _pass_over(own_lo - lo, step, k_ring, v_ring)
+    q_tile.store((dq * sm_scale).to(DTYPE))
+    fence_async_shared()
+    tma.async_store(dq_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, ROWS, work.HEAD_DIM]))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def _dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse2_ptr, delta_ptr, qk_scale2, sm_scale,
+    heads_q, group, seqlen_q, seqlen_k, q_pad, q_start, upper, lower, m_blocks, heads_total, heads_together,
+    HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    do_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    resident = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(resident.index(i), count=1)
+    k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, K_STAGES, CONSUMERS * WARPS)
+    v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, V_STAGES, CONSUMERS * WARPS)
+    work = Work(
+        lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
+        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False,
+    )  # fmt: skip
+    mine = (work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring)
+    copies = (work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_producer, copies)],
+            [WARPS, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3, "a program has two or three consumers")
+        gl.warp_specialize(
+            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (_producer, copies)],
+            [WARPS, WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,286 @@
+"""The named parts of the Hopper backward kernels: the keys of a program, rings of query tiles with their rows, the mask transposed."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .. import walk
+from .parts import ROWS, WARPS, _shared, allowed, arrive_warp, order, wait
+
+queries_of_program = _shared(walk.queries_of_program)
+queries_of_consumer = _shared(walk.queries_of_consumer)
+
+KEYS = gl.constexpr(128)  # of a program: two consumers of ROWS keys
+
+
+@gluon.jit
+def program():
+    """The number of this program. Opaque, so that what follows from it is worked out again instead of kept in registers."""
+    return gl.inline_asm("mov.u32 $0, %ctaid.x;", "=r", [], gl.int32)
+
+
+@gluon.jit
+def publish(barrier):
+    """One arrival from each warp, after all that its lanes have written."""
+    gl.inline_asm(
+        "{ .reg .pred p; bar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        [barrier],
+    )
+
+
+@gluon.aggregate
+class Keys:
+    """What a launch over tiles of keys has to do, as each partition sees it."""
+
+    n_blocks: gl.tensor
+    heads_total: gl.tensor  # batch * heads_kv
+    heads_together: gl.tensor
+    heads_kv: gl.tensor
+    group: gl.tensor
+    q_pad: gl.tensor  # seqlen_q rounded up to whole tiles
+    seqlen_k: gl.tensor
+    q_start: gl.tensor
+    upper: gl.tensor
+    lower: gl.tensor
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HAS_UPPER: gl.constexpr
+    HAS_LOWER: gl.constexpr
+    HAS_TAIL: gl.constexpr  # the last tile of keys is not full
+    LONGEST: gl.constexpr
+    NEED_DK: gl.constexpr
+    NEED_DV: gl.constexpr
+    ADDS: gl.constexpr  # this kernel makes dq too
+
+    @gluon.jit
+    def place(self):
+        """``(batch, head_kv, first key)`` of this program."""
+        head_index, n_block = order(program(), self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
+        batch = head_index // self.heads_kv
+        return batch, head_index - batch * self.heads_kv, n_block * self.BLOCK_N
+
+    @gluon.jit
+    def tiles(self, start_n):
+        """The tiles of queries that are streamed past this program's keys, for each head of the group."""
+        return queries_of_program(
+            start_n, min(start_n + self.BLOCK_N, self.seqlen_k), self.q_pad, self.q_start, self.upper, self.lower,
+            self.BLOCK_M, self.HAS_UPPER, self.HAS_LOWER,
+        )  # fmt: skip
+
+    @gluon.jit
+    def own(self, key_row, lo, hi):
+        """``(own_lo, free_lo, free_hi, own_hi)`` of the consumer whose keys begin at ``key_row``."""
+        return queries_of_consumer(
+            key_row, key_row + ROWS, lo, hi, self.seqlen_k, self.q_pad, self.q_start, self.upper, self.lower,
+            self.BLOCK_M, self.HAS_UPPER, self.HAS_LOWER,
+        )  # fmt: skip
+
+
+@gluon.aggregate
+class RowRing:
+    """Slots of shared memory: a tile [BLOCK_M, HEAD_DIM] and a number for each of its rows [BLOCK_M]."""
+
+    tiles: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.jit
+    def tile(self, step):
+        return self.tiles.index(step % self.SLOTS)
+
+    @gluon.jit
+    def arrived(self, step):
+        """Wait until the tile of this step is there."""
+        wait(self.full.index(step % self.SLOTS), (step // self.SLOTS) & 1)
+
+    @gluon.jit
+    def take(self, step):
+        self.arrived(step)
+        return self.tile(step)
+
+    @gluon.jit
+    def release(self, step):
+        """Each warp says that it has read the tile of this step for the last time."""
+        arrive_warp(self.empty.index(step % self.SLOTS))
+
+
+@gluon.jit
+def make_row_ring(desc, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
+    """A ring whose slots are empty again after RELEASES arrivals."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, BLOCK_M, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
+    rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=RELEASES)
+    return RowRing(tiles, rows, full, empty, SLOTS)
+
+
+@gluon.jit
+def rows_of(ring, step, S_LAYOUT: gl.constexpr):
+    """The numbers of the rows of this step's tile, one for each column of a tile of scores."""
+    rows = ring.rows.index(step % ring.SLOTS)
+    return rows.reshape([rows.type.shape[1]]).load(gl.SliceLayout(0, S_LAYOUT))
+
+
+@gluon.jit
+def feed(ring, desc, rows_desc, keys, batch, head, m_block, step):
+    """Copy one tile of one query head and the numbers of its rows into the ring, once the slot is empty."""
+    slot = step % ring.SLOTS
+    wait(ring.empty.index(slot), ((step // ring.SLOTS) & 1) ^ 1)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    tile = ring.tiles.index(slot)
+    row = m_block * keys.BLOCK_M
+    tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
+    tma.async_load(rows_desc, [(batch * keys.heads_kv * keys.group + head), row], full, ring.rows.index(slot))
+
+
+@gluon.jit
+def first_tiles(desc, batch, head, row, tiles, full):
+    """Copy the resident rows of keys or values, ROWS for each consumer."""
+    CONSUMERS: gl.constexpr = tiles.type.shape[0]
+    mbarrier.expect(full, CONSUMERS * desc.block_type.nbytes)
+    for c in gl.static_range(CONSUMERS):
+        tile = tiles.index(c)
+        box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
+        tma.async_load(desc, [batch, head, row + c * tile.type.shape[0], 0], full, box)
+
+
+@gluon.aggregate
+class DsRing:
+    """Slots of ds^T, [ROWS keys, BLOCK_M queries] from each of the two consumers, on their way to the adder."""
+
+    tiles: gl.shared_memory_descriptor  # [2 * SLOTS, ROWS, BLOCK_M]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.jit
+    def put(self, step, C: gl.constexpr, ds):
+        slot = step % self.SLOTS
+        wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
+        self.tiles.index(slot * 2 + C).store(ds)
+        fence_async_shared()
+        publish(self.full.index(slot))
+
+
+@gluon.jit
+def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr):
+    tiles = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=2 * WARPS)
+        mbarrier.init(empty.index(i), count=WARPS)
+    return DsRing(tiles, full, empty, SLOTS)
+
+
+@gluon.jit
+def hidden(p, keys, m_block, key_row):
+    """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``parts.masked``."""
+    x = p.reshape([ROWS, keys.BLOCK_M // 8, 4, 2])
+    L: gl.constexpr = x.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    kv_pos = (key_row + row)[:, None, None, None]
+    q_pos = (keys.q_start + m_block * keys.BLOCK_M + quad * 2)[None, None, :, None]
+    q_pos = q_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
+    ok = allowed(q_pos, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, keys.HAS_LOWER)
+    return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _pack_text(outputs, inputs, kind):
+    elements, words = outputs
+    (p,) = inputs
+    return "{" + "\n".join(
+        f"cvt.rn.{kind}x2.f32 {w}, {p[2 * i + 1]}, {p[2 * i]}; mov.b32 {{{elements[2 * i]}, {elements[2 * i + 1]}}}, {w};"
+        for i, w in enumerate(words)
+    ) + "}"  # fmt: skip
+
+
+@gluon.constexpr_function
+def _pack_bf16(outputs, inputs):
+    return _pack_text(outputs, inputs, "bf16")
+
+
+@gluon.constexpr_function
+def _pack_fp16(outputs, inputs):
+    return _pack_text(outputs, inputs, "f16")
+
+
+@gluon.constexpr_function
+def _product_text(outputs, inputs, kind, low, high):
+    (elements,) = outputs
+    words, x = inputs
+    lines = ["{ .reg .b32 r; .reg .b16 l, h; .reg .f32 a, b;"]
+    for i, w in enumerate(words):
+        lines.append(f"{low.format(w)} {high.format(w)}")
+        lines.append(f"mul.f32 a, a, {x[2 * i]}; mul.f32 b, b, {x[2 * i + 1]}; cvt.rn.{kind}x2.f32 r, b, a;")
+        lines.append(f"mov.b32 {{{elements[2 * i]}, {elements[2 * i + 1]}}}, r;")
+    return "\n".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _product_bf16(outputs, inputs):
+    return _product_text(outputs, inputs, "bf16", "shl.b32 r, {0}, 16; mov.b32 a, r;", "and.b32 r, {0}, 0xffff0000; mov.b32 b, r;")
+
+
+@gluon.constexpr_function
+def _product_fp16(outputs, inputs):
+    return _product_text(outputs, inputs, "f16", "mov.b32 {{l, h}}, {0}; cvt.f32.f16 a, l;", "cvt.f32.f16 b, h;")
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """``(p in the dtype of the inputs, the same packed two to a word)``: the first for a product now, the second for one later."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, p.shape[1] // 2, 16])
+    WORDS: gl.constexpr = gl.distributed_type(gl.int32, [p.shape[0], p.shape[1] // 2], L)
+    TEXT: gl.constexpr = _pack_bf16 if dtype == gl.bfloat16 else _pack_fp16
+    return gl.inline_asm(TEXT, ("=&h", "=&r", "f"), [p], [p.type.with_element_ty(dtype), WORDS], is_pure=True)
+
+
+@gluon.jit
+def product_with(words, dp, dtype: gl.constexpr):
+    """ds = p (dp - delta) in the dtype of the inputs, from the rounded and packed p: half as many registers are alive."""
+    TEXT: gl.constexpr = _product_bf16 if dtype == gl.bfloat16 else _product_fp16
+    return gl.inline_asm(TEXT, ("=&h", "r", "f"), [words, dp], dp.type.with_element_ty(dtype), is_pure=True)
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr):
+    """p in the dtype of the inputs."""
+    return packed(p, dtype)[0]
+
+
+@gluon.jit
+def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring):
+    """The feeder: this program's keys and values once, then every tile of queries of every head of the group."""
+    batch, head_kv, start_n = keys.place()
+    lo, hi = keys.tiles(start_n)
+    first_tiles(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
+    first_tiles(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
+    step = 0
+    for member in range(keys.group):
+        head = head_kv * keys.group + member
+        for m_block in range(lo, hi):
+            feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, step)
+            feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, step)
+            step += 1
+
+
+@gluon.jit
+def write_tile(x, desc, tile, batch, head, row):
+    """Start the copy of x [ROWS, HEAD_DIM] to memory, through a tile of shared memory that nobody reads any more."""
+    here = tile.slice(0, ROWS, dim=0) if tile.type.shape[0] > ROWS else tile
+    here.store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_store(desc, [batch, head, row, 0], tile.reinterpret(desc.dtype, [1, 1, ROWS, x.shape[1]], desc.layout))

@@ -1,0 +1,111 @@
+"""Tile sizes and launch parameters of the ``hopper`` backend's backward kernels, by head_dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem import Problem
+
+__all__ = ["ADDING", "DKDV", "DQ", "KeysConfig", "QueriesConfig", "illegal", "lookup_adding", "lookup_dkdv", "lookup_dq", "padded_rows", "shared_memory"]
+
+_BARRIERS = 1024  # bytes set aside for barriers and alignment
+
+
+@dataclass(frozen=True)
+class KeysConfig:
+    """The kernel that holds keys and makes dk and dv. ``block_n`` keys a program: 128, or 64 in the form for head_dim 256, in which
+    one warpgroup hands p to the next through ``p_slots`` slots; ``block_m`` queries a tile; ``stages`` slots of queries. ``adds``: a
+    third warpgroup adds dq up in memory."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    consumer_registers: int
+    feeder_registers: int
+    p_slots: int = 0
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class QueriesConfig:
+    """The kernel that holds ``block_m`` queries, 64 for each consumer, and makes dq. ``overlap``: the product of one tile of keys is
+    made below those of the next."""
+
+    block_m: int
+    block_n: int
+    k_stages: int
+    v_stages: int
+    overlap: bool
+    consumer_registers: int
+    producer_registers: int
+
+
+# By head_dim. The first is the default.
+DKDV: dict[int, tuple[KeysConfig, ...]] = {
+    64: (KeysConfig(128, 128, 3, 240, 24), KeysConfig(64, 128, 4, 240, 24)),
+    128: (KeysConfig(64, 128, 3, 240, 24), KeysConfig(64, 128, 2, 240, 24)),
+    256: (KeysConfig(64, 64, 2, 240, 24, 2), KeysConfig(64, 64, 2, 240, 24, 1)),
+}
+# The same with dq, whose last bits then depend on the order of the adds.
+ADDING: dict[int, tuple[KeysConfig, ...]] = {
+    64: (KeysConfig(128, 128, 2, 216, 72, adds=True), KeysConfig(64, 128, 3, 216, 72, adds=True)),
+    128: (KeysConfig(64, 128, 2, 216, 72, adds=True),),
+}
+DQ: dict[int, tuple[QueriesConfig, ...]] = {
+    64: (
+        QueriesConfig(128, 128, 4, 4, True, 240, 24),
+        QueriesConfig(192, 64, 4, 4, True, 160, 32),
+        QueriesConfig(192, 64, 4, 4, False, 160, 32),
+        QueriesConfig(128, 128, 4, 4, False, 240, 24),
+    ),
+    128: (
+        QueriesConfig(128, 128, 2, 2, False, 240, 24),
+        QueriesConfig(128, 64, 4, 3, True, 240, 24),
+        QueriesConfig(128, 64, 4, 4, False, 240, 24),
+    ),
+    256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
+}
+
+
+def padded_rows(problem: Problem) -> int:
+    """Numbers kept for the rows of one head: whole tiles of queries of every config."""
+    return -(-problem.seqlen_q // 128) * 128
+
+
+def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig) -> int:
+    """Bytes of shared memory that this config needs at most."""
+    row = problem.head_dim * problem.itemsize
+    if isinstance(config, QueriesConfig):
+        return (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row + _BARRIERS
+    streamed = config.stages * config.block_m * (2 * row + 8)
+    handed = 64 * config.block_m * problem.itemsize
+    adding = 4 * handed + 64 * 64 * 4 if config.adds else 0
+    return 2 * config.block_n * row + streamed + config.p_slots * handed + adding + _BARRIERS
+
+
+def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:
+    """Why this config may not run this problem; None if it may."""
+    keys = isinstance(config, KeysConfig)
+    blocks = {"block_m": (64, 128), "block_n": (64, 128)} if keys else {"block_m": (128, 192), "block_n": (32, 64, 128)}
+    for name, legal in blocks.items():
+        if getattr(config, name) not in legal:
+            return f"{name} is {getattr(config, name)}, expected {' or '.join(map(str, legal))}"
+    need = shared_memory(problem, config)
+    if need > problem.arch.shared_memory:
+        return f"it needs {need} bytes of shared memory, {problem.arch.name} has {problem.arch.shared_memory}"
+    return None
+
+
+def lookup_dkdv(problem: Problem) -> KeysConfig:
+    """The config of the kernel that makes dk and dv."""
+    return DKDV[problem.head_dim][0]
+
+
+def lookup_adding(problem: Problem) -> KeysConfig | None:
+    """The config of the kernel that makes all three gradients, where that is the fastest; None where two kernels are."""
+    return None
+
+
+def lookup_dq(problem: Problem) -> QueriesConfig:
+    """The config of the kernel that makes dq."""
+    return DQ[problem.head_dim][0]
