@@ -1,6 +1,7 @@
 """Hold the hopper backend against float64 on this GPU, then time it beside the triton backend in turn.
 
     python benchmarks/hopper.py --out benchmarks/results/hopper-h200.json
+    python benchmarks/hopper.py --every --out FILE        # every config of the backend instead, checked and timed (hopper_every.py)
 
 The check covers causal in both corners, windows, ragged lengths, rows without a key, groups, scales of both signs and 0, both
 dtypes and both memory orders, with outputs filled with NaN first. Times are medians of ``triton.testing.do_bench`` on 16,384 tokens
@@ -10,17 +11,20 @@ and a hidden size of 2,048, after equal rests.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import pathlib
 import time
 
+import hopper_every
 import torch
 import triton
 from triton.testing import do_bench
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as portable
+from tilewise.configs.hopper import CHOICES
 from tilewise.problem import Problem
 from tilewise.reference import reference
 from tilewise.spec import Spec, causal, window
@@ -79,9 +83,25 @@ def times(head_dim: int, seqlen: int, spec: Spec) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out")
+    parser.add_argument("--every", action="store_true", help="check and time every config of the backend")
+    parser.add_argument("--limit", type=float, default=185, help="with --every: seconds after which no more is timed")
+    parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.compile_share:
+        hopper_every.compile_share(CHECKS, *args.compile_share)
+    if args.out is None:
+        parser.error("--out is needed")
     torch.manual_seed(0)
+    header = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
+    header["date"] = datetime.date.today().isoformat()
+    if args.every:
+        checks, rows = hopper_every.every(CHECKS, args.limit)
+        configs = {head_dim: [dataclasses.asdict(config) for config in of] for head_dim, of in CHOICES.items()}
+        wrong = [row for row in checks if not row["ok"]]
+        out = {**header, "configs": configs, "checked": len(checks), "wrong": wrong, "rows": rows}
+        pathlib.Path(args.out).write_text(json.dumps(out, indent=1))
+        return int(bool(wrong))
     checks = []
     for head_dim in (64, 128, 256):
         for shape, spec, dtype, scale, rows_outside in CHECKS:
@@ -90,8 +110,6 @@ def main() -> int:
     if not all(row["ok"] for row in checks):
         return 1
     rows = [times(d, n, s) for d in (64, 128, 256) for s in (Spec(), causal()) for n in (1024, 4096, 16384)]
-    header = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
-    header["date"] = datetime.date.today().isoformat()
     pathlib.Path(args.out).write_text(json.dumps({**header, "unit": "TFLOP/s", "checks": checks, "rows": rows}, indent=1))
     return 0
 

@@ -1,15 +1,19 @@
 """What the ``hopper`` backend takes and refuses, and which configs are legal. Nothing here needs a GPU or Triton."""
 
 import dataclasses
+import random
 
 import pytest
 
 from tilewise import BackendRefused
 from tilewise.arch import ARCHS, Runtime
+from tilewise.backends.walk import tiles_of_consumer, tiles_of_program
+from tilewise.bodies import allowed
 from tilewise.capabilities import CAPABILITIES, refuse
-from tilewise.configs.hopper import CHOICES, HopperConfig, illegal, lookup, shared_memory
+from tilewise.configs.hopper import CHOICES, PICKED, HopperConfig, illegal, lookup, shared_memory, suits_guard
 from tilewise.problem import Problem
 from tilewise.select import choose
+from tilewise.spec import Spec
 
 ROW = next(row for row in CAPABILITIES if row.backend == "hopper")
 
@@ -35,7 +39,6 @@ def test_it_takes(dtype, head_dim, mask):
         ("seqlen=64 head_dim=96 arch=sm_90", "head_dim"),
         ("seqlen=64 head_dim=128/64 arch=sm_90", "head_dim"),
         ("seqlen=64 head_dim=64 arch=sm_90 layout=strided", "layout"),
-        ("seqlen=64 head_dim=64 arch=sm_90 grad=k", "gradient"),
     ],
 )
 def test_it_refuses_for_one_reason(text, code):
@@ -47,9 +50,9 @@ def test_it_refuses_an_older_triton(triton):
     assert [reason.code for reason in refuse(ROW, _problem("seqlen=64 head_dim=64 arch=sm_90", triton))] == ["triton"]
 
 
-def test_training_is_refused_by_name_and_goes_elsewhere_by_auto():
-    problem = _problem("seqlen=64 head_dim=64 arch=sm_90 grad=qkv")
-    with pytest.raises(BackendRefused, match="a gradient of q, k, v is asked for"):
+def test_a_refusal_by_name_says_why_and_auto_goes_elsewhere():
+    problem = _problem("seqlen=64 head_dim=40 arch=sm_90 grad=qkv")
+    with pytest.raises(BackendRefused, match="head_dim is 40"):
         choose(problem, "hopper")
     assert choose(problem).backend == "triton"
 
@@ -58,12 +61,87 @@ def test_training_is_refused_by_name_and_goes_elsewhere_by_auto():
 def test_every_choice_is_legal(head_dim):
     problem = _problem(f"seqlen=64 head_dim={head_dim} arch=sm_90")
     assert [illegal(problem, config) for config in CHOICES[head_dim]] == [None] * len(CHOICES[head_dim])
-    assert lookup(problem) == CHOICES[head_dim][0]
+
+
+@pytest.mark.parametrize("head_dim", CHOICES)
+@pytest.mark.parametrize(
+    "text, dynamic, guarded",
+    [
+        ("heads=4 seqlen=512", False, False),
+        ("batch=16 heads=16 seqlen=256", True, False),
+        ("batch=16 heads=16 seqlen=1024", True, True),
+        ("batch=16 heads=16 seqlen=1024 mask=causal", True, True),
+        ("batch=16 heads=16 seqlen=1024 dtype=float16", True, False),
+        ("batch=16 heads=16 seqlen=1024x1030 mask=causal", True, False),
+    ],
+)
+def test_lookup_takes_few_tiles_one_by_one_and_guards_long_calls(head_dim, text, dynamic, guarded):
+    words = text if "dtype" in text else text + " dtype=bfloat16"
+    problem = _problem(f"{words} head_dim={head_dim} arch=sm_90")
+    config = lookup(problem)
+    assert (config.dynamic, config.guarded) == (dynamic, guarded)
+    assert illegal(problem, config) is None
+
+
+def test_lookup_is_legal_and_among_the_first_choices():
+    rng = random.Random(0)
+    for _ in range(300):
+        head_dim, dtype = rng.choice(list(CHOICES)), rng.choice(["float16", "bfloat16"])
+        seqlens = f"{rng.randrange(1, 9000)}x{rng.randrange(1, 9000)}"
+        shape = f"batch={rng.choice([1, 3, 64])} heads={rng.choice([1, 6, 32])} seqlen={seqlens}"
+        mask = rng.choice(["full", "causal", "upper:64,lower:100"])
+        problem = _problem(f"{shape} head_dim={head_dim} dtype={dtype} mask={mask} arch=sm_90")
+        assert lookup(problem) in CHOICES[head_dim][:PICKED]
+        assert illegal(problem, lookup(problem)) is None
+
+
+def test_a_guarded_config_needs_the_exponents_of_bfloat16():
+    guarded = next(config for config in CHOICES[64] if config.guarded)
+    assert "exponents" in illegal(_problem("seqlen=64 head_dim=64 arch=sm_90 dtype=float16"), guarded)
+
+
+def _first_tile_serves_all(problem, block_n):
+    """Does each row of every consumer see a key in the first tile of keys that its consumer visits? By looking at every pair."""
+    upper, lower, has_upper, has_lower = problem.bounds
+    walk = (problem.seqlen_k, upper, lower, block_n, has_upper, has_lower)
+    for start in range(0, problem.seqlen_q, 64):
+        rows = range(problem.q_start + start, problem.q_start + min(start + 64, problem.seqlen_q))
+        lo, hi = tiles_of_program(rows[0], rows[-1] + 1, *walk)
+        _, _, _, own_hi = tiles_of_consumer(rows[0], rows[-1] + 1, lo, hi, *walk)
+        keys = range((own_hi - 1) * block_n, own_hi * block_n)
+        if not all(any(allowed(row, key, *walk[:3], has_upper, has_lower) for key in keys) for row in rows):
+            return False
+    return True
+
+
+def test_a_guard_is_advised_where_the_first_tile_serves_every_row():
+    rng = random.Random(1)
+    advised = 0
+    for _ in range(200):
+        upper, lower = rng.choice([None, 0, 64, -64, rng.randrange(-70, 200)]), rng.choice([None, 0, 100, rng.randrange(-70, 200)])
+        seqlen_q = rng.randrange(1, 300)
+        seqlen_k = rng.choice([seqlen_q, seqlen_q + 64, rng.randrange(1, 300)])
+        problem = dataclasses.replace(
+            _problem(f"seqlen={seqlen_q}x{seqlen_k} head_dim=64 arch=sm_90"), spec=Spec(upper=upper, lower=lower)
+        )
+        if suits_guard(problem):
+            advised += 1
+            assert all(_first_tile_serves_all(problem, block_n) for block_n in (64, 128)), problem
+    assert advised > 40
+    ragged = _problem("seqlen=64x100 head_dim=64 arch=sm_90 mask=causal")
+    assert not suits_guard(ragged)
+    assert not _first_tile_serves_all(ragged, 64)
 
 
 @pytest.mark.parametrize(
     "change, word",
-    [({"block_m": 192}, "block_m"), ({"block_n": 80}, "block_n"), ({"q_slots": 4}, "q_slots"), ({"stages": 4}, "shared memory")],
+    [
+        ({"block_m": 96}, "block_m"),
+        ({"resident": 3}, "resident"),
+        ({"block_n": 80}, "block_n"),
+        ({"q_slots": 4}, "q_slots"),
+        ({"stages": 4}, "shared memory"),
+    ],
 )
 def test_an_illegal_config_is_named(change, word):
     problem = _problem("seqlen=64 head_dim=256 arch=sm_90")
@@ -71,6 +149,6 @@ def test_an_illegal_config_is_named(change, word):
 
 
 def test_shared_memory_counts_queries_and_stages():
-    config = HopperConfig(128, 64, 2, 1, True, False, 240, 24)
+    config = HopperConfig(128, 64, 2, 1, True, False)
     problem = _problem("seqlen=64 head_dim=256 arch=sm_90")
     assert shared_memory(problem, config) == (128 + 2 * 2 * 64) * 256 * 2 + 1024 <= ARCHS["sm_90"].shared_memory

@@ -109,7 +109,7 @@ class Launch:
                 step += 1
                 if self.dynamic and j == max(count - 3, 0):
                     index = self.counter + self.programs
-                    self.counter += 1
+                    self.counter = 0 if self.counter == self.total - 1 and self.fault != "leaves the counter" else self.counter + 1
                     tickets[turn % TICKETS] = index
                     issued[turn % TICKETS].arrive()
             if not self.dynamic:
@@ -220,10 +220,13 @@ def test_every_tile_is_attended_once_without_deadlock(head_dim, dynamic):
         mask, seqlen_q, seqlen_k = _draw(rng)
         heads = rng.randrange(1, 4)
         launch = Launch(mask, seqlen_q, seqlen_k, heads, *SHAPES[head_dim], dynamic, rng.randrange(1, 4))
-        launch.run(rng)
-        rows = [(head, row) for head, row, *_ in launch.attended]
         padded = launch.m_blocks * launch.block_m
-        assert sorted(rows) == sorted([(h, r) for h in range(heads) for r in range(0, padded, ROWS)] * WARPS)
+        for _ in range(1 + dynamic):  # the second launch finds the counter as the first left it
+            launch.attended.clear()
+            launch.run(rng)
+            assert launch.counter == 0
+            rows = [(head, row) for head, row, *_ in launch.attended]
+            assert sorted(rows) == sorted([(h, r) for h in range(heads) for r in range(0, padded, ROWS)] * WARPS)
 
 
 @pytest.mark.parametrize("head_dim", SHAPES)
@@ -261,6 +264,12 @@ def test_the_model_can_deadlock(fault):
     launch = Launch(mask, 600, 700, 1, *SHAPES[64], True, 1, fault)
     with pytest.raises(RuntimeError, match=r"deadlock|holds"):
         launch.run(random.Random(0))
+
+
+def test_the_model_sees_a_counter_that_is_not_put_back():
+    launch = Launch(Spec(), 600, 700, 2, *SHAPES[64], True, 2, "leaves the counter")
+    launch.run(random.Random(0))
+    assert launch.counter == launch.total
 
 
 def test_rows_without_keys_visit_one_tile_past_the_end():

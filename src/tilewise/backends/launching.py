@@ -10,15 +10,12 @@ __all__ = ["Launch"]
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch as a value, which may run any number of times. ``counter``: a tensor that must be 0 before each."""
+    """One kernel launch as a value, which may run any number of times."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, Any]
-    counter: Any = None
 
     def run(self) -> None:
-        if self.counter is not None:
-            self.counter.zero_()
         self.kernel[self.grid](*self.args, **self.options)

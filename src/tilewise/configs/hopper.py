@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["CHOICES", "HopperConfig", "illegal", "lookup", "shared_memory"]
+__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "illegal", "lookup", "shared_memory", "suits_guard"]
+
+# Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
+_REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 32), (2, 2): (104, 32)}
 
 
 @dataclass(frozen=True)
 class HopperConfig:
     """One config. ``block_m`` counts queries, 64 for each consumer; ``block_n`` keys; ``stages`` slots of keys and of values;
     ``q_slots`` query tiles. ``overlap``: scores of the next tile are made above the product of the last one. ``dynamic``: as many
-    programs as multiprocessors, which take tiles from a counter; otherwise a program a tile, longest first."""
+    programs as fit on the device, which take tiles from a counter; otherwise a program a tile, longest first. ``guarded``: a hasty
+    kernel, which keeps the first tile's maximum as the reference, and behind it the careful one, which does the call again if the
+    hasty one says that its result may be wrong. ``resident``: programs on a multiprocessor."""
 
     block_m: int
     block_n: int
@@ -21,15 +27,43 @@ class HopperConfig:
     q_slots: int
     overlap: bool
     dynamic: bool
-    consumer_registers: int
-    producer_registers: int
+    guarded: bool = False
+    resident: int = 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of each thread of a consumer and of the producer."""
+        return _REGISTERS[self.block_m // 64, self.resident]
 
 
-# By head_dim. The first is the default.
+# Products of one query and one key element from which on a second launch, nearly always an empty one, is worth its microseconds.
+LEAST_GUARDED_WORK = 1 << 33
+
+# The forms of a call's kernels, by whether its config is guarded.
+FORMS = {False: ("careful",), True: ("hasty", "redo")}
+
+
+
+def _both(*sizes: int, **flags: bool) -> tuple[HopperConfig, HopperConfig]:
+    """A dynamic config, careful and guarded."""
+    careful = HopperConfig(*sizes, overlap=flags.get("overlap", True), dynamic=True)
+    return careful, dataclasses.replace(careful, guarded=True)
+
+
+# By head_dim: what may run, to be timed against one another (``benchmarks/hopper.py --every``). ``lookup`` picks from the first.
+PICKED = 3
 CHOICES: dict[int, tuple[HopperConfig, ...]] = {
-    64: (HopperConfig(256, 64, 4, 1, False, False, 112, 32), HopperConfig(256, 64, 4, 2, False, True, 112, 32)),
-    128: (HopperConfig(128, 128, 2, 1, True, False, 240, 24), HopperConfig(128, 128, 2, 2, True, True, 240, 24)),
-    256: (HopperConfig(128, 64, 2, 1, True, False, 240, 24), HopperConfig(128, 64, 2, 1, True, True, 240, 24)),
+    64: (
+        HopperConfig(256, 64, 4, 1, False, False),
+        *_both(256, 64, 4, 2, overlap=False),
+        *_both(256, 64, 4, 2),
+        *_both(192, 128, 2, 2),
+        *_both(128, 128, 4, 2),
+        HopperConfig(192, 128, 2, 2, False, True, True),
+        HopperConfig(128, 64, 3, 1, False, True, True, 2),
+    ),
+    128: (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 2), *_both(192, 64, 3, 2), *_both(128, 64, 4, 2)),
+    256: (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
 }
 
 
@@ -41,18 +75,40 @@ def shared_memory(problem: Problem, config: HopperConfig) -> int:
 
 def illegal(problem: Problem, config: HopperConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
-    if config.block_m not in (128, 256):
-        return f"block_m is {config.block_m}, expected 128 or 256: two or four consumers of 64 rows"
+    consumers = config.block_m // 64
+    if config.block_m % 64 or (consumers, config.resident) not in _REGISTERS:
+        return f"block_m is {config.block_m} with resident {config.resident}, expected 128 (1 or 2), 192 or 256 (1)"
     if config.block_n < 16 or config.block_n & (config.block_n - 1):
         return f"block_n is {config.block_n}, expected a power of two of at least 16"
     if config.stages < 1 or not 1 <= config.q_slots <= 3:
         return f"stages is {config.stages} and q_slots {config.q_slots}, expected at least 1 and 1 to 3"
-    need = shared_memory(problem, config)
+    if config.guarded and problem.dtype != "bfloat16":
+        return f"it is guarded and the dtype is {problem.dtype}: without a running maximum p needs the exponents of bfloat16"
+    need = config.resident * shared_memory(problem, config)
     if need > problem.arch.shared_memory:
         return f"it needs {need} bytes of shared memory, {problem.arch.name} has {problem.arch.shared_memory}"
     return None
 
 
+def suits_guard(problem: Problem) -> bool:
+    """Does the first tile of keys that 64 rows visit hold a key that each of them sees? If not, a guarded call is done twice.
+
+    The last key of a row moves with the row, so 64 rows find theirs in one tile if the first row's is the first of 64.
+    """
+    p = problem
+    upper, lower, has_upper, has_lower = p.bounds
+    first, last = p.q_start, p.q_start + p.seqlen_q - 1
+    if has_upper and (first + upper < 0 or (first + upper) % 64):
+        return False
+    return not (has_lower and (last - lower >= p.seqlen_k or (has_upper and upper < -lower)))
+
+
 def lookup(problem: Problem) -> HopperConfig:
-    """The config for this problem."""
-    return CHOICES[problem.head_dim][0]
+    """The config for this problem: a program a tile while the tiles are few; guarded where that is legal, pays and suits."""
+    p = problem
+    static, careful, guarded = CHOICES[p.head_dim][:PICKED]
+    if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
+        return static
+    work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
+    long = work >= LEAST_GUARDED_WORK and suits_guard(p)
+    return guarded if long and illegal(p, guarded) is None else careful

@@ -12,12 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper import CHOICES, HopperConfig
+from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig
 from ..problem import Problem
 from .compile_only import _assemble, use_target
 
@@ -34,7 +34,8 @@ class KernelReport:
     head_dim: int
     dtype: str
     mask: str
-    dynamic: bool
+    form: str
+    config: list[object]
     shared: int
     spill: int
     serialized: bool
@@ -68,8 +69,8 @@ def main_loop(sass: str, products: int) -> list[str]:
     return best
 
 
-def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> KernelReport:
-    """Compile one forward kernel (after ``use_target("sm_90")``)."""
+def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str) -> KernelReport:
+    """Compile one forward kernel, of a form in ``FORMS``, after ``use_target("sm_90")``."""
     from ..backends import hopper
 
     p = problem
@@ -77,7 +78,7 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> Kernel
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
     lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32)
-    launch = hopper.launch_fwd(p, config, q, k, k, q, lse)
+    launch = hopper.launches_fwd(p, config, q, k, k, q, lse)[FORMS[config.guarded].index(form)]
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -86,7 +87,8 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> Kernel
         p.head_dim,
         p.dtype,
         mask,
-        config.dynamic,
+        form,
+        list(astuple(config)),
         compiled.metadata.shared,
         sum(map(int, spills.groups())) if spills else -1,
         "serialized" in log,
@@ -96,20 +98,26 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str) -> Kernel
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, HopperConfig]]:
-    """Every shipped config of these head dims, under every kind of mask; float16 only under a causal mask unless ``every``.
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
+    """The kernels of the configs of these head dims. ``every``: under every kind of mask, and in float16 too.
 
+    Otherwise only what ``lookup`` may pick meets every mask (the rest no mask and a causal one), and float16 a causal one only.
     "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
     """
     for head_dim in head_dims:
-        for config in CHOICES[head_dim]:
+        for place, config in enumerate(CHOICES[head_dim]):
             for mask, words in MASKS.items():
+                if place >= PICKED and mask not in ("full", "causal") and not every:
+                    continue
                 for dtype in ("bfloat16", "float16"):
-                    if dtype == "float16" and mask != "causal" and not every:
+                    if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):
                         continue
                     seqlen = 1000 if mask == "tail" else 1024
                     text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
-                    yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config
+                    for form in FORMS[config.guarded]:
+                        if form == "redo" and mask != "causal" and not every:  # the careful kernel once more
+                            continue
+                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, form
 
 
 def main() -> None:
@@ -118,8 +126,8 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="float16 under every mask too")
     options = parser.parse_args()
     use_target("sm_90")
-    for mask, problem, config in problems(options.head_dim, options.every):
-        print(json.dumps(asdict(compile_forward(problem, config, mask))), flush=True)
+    for mask, problem, config, form in problems(options.head_dim, options.every):
+        print(json.dumps(asdict(compile_forward(problem, config, mask, form))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit
 

@@ -1,4 +1,4 @@
-"""Hopper kernels in Gluon (sm_90a): a producer warp that copies in bulk and warpgroups that compute. Forward only.
+"""Hopper kernels in Gluon (sm_90a): a producer warp that copies in bulk and warpgroups that compute.
 
 A ``Launch`` is a value, as in every backend: the compile-only tests make the launches of a real call and compile them for a device
 that is not there.
@@ -6,57 +6,31 @@ that is not there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...configs.hopper import HopperConfig, lookup
+from ...configs.hopper import FORMS, HopperConfig, lookup
 from ...problem import Problem
 from ..launching import Launch
 from . import fwd
 from .bwd_launch import backward
+from .common import LOG2_E, longest, tile, together
 
-__all__ = ["backward", "forward", "launch_fwd"]
+__all__ = ["backward", "forward", "launches_fwd"]
 
-LOG2_E = 1.4426950408889634
-# Heads whose keys and values fit this many bytes are worked on together, so that those stay in the L2 cache.
-L2_BUDGET = 40 << 20
 # Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
 SMALLEST_SCALE = 1e-30
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-
-
-def _tile(t: torch.Tensor, rows: int) -> Any:
-    """A descriptor of tiles of ``rows`` rows of one head."""
-    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
-    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[-1]], _TILE_LAYOUT)
-
-
-def _together(heads: int, sharing: int, bytes_a_head: int) -> int:
-    """How many heads to work on together: a divisor of ``heads`` whose keys and values fit the budget."""
-    fit = max(1, min(heads, sharing * max(1, L2_BUDGET // max(1, bytes_a_head))))
-    groups = -(-heads // fit)
-    while heads % groups:
-        groups += 1
-    return heads // groups
-
-
-def _longest(problem: Problem) -> str:
-    """Which query tiles have the most work: an upper bound alone leaves it to the last, a lower bound alone to the first."""
-    _, _, has_upper, has_lower = problem.bounds
-    if has_upper == has_lower:
-        return "any"
-    return "last" if has_upper else "first"
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """``(programs, numbers, options)`` of a launch: all that does not depend on where the tensors lie."""
     p = problem
+    if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
+        config = dataclasses.replace(config, dynamic=True, resident=1)
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
     heads = p.batch * p.heads_q
@@ -64,14 +38,14 @@ def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, .
     qk_scale2 = p.sm_scale * LOG2_E
     numbers = (
         *(qk_scale2, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
-        *(m_blocks, heads, _together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
     )
     options = {
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
         "SCALED_FIRST": qk_scale2 < SMALLEST_SCALE,
-        "LONGEST": _longest(p),
+        "LONGEST": longest(p, False),
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -79,26 +53,56 @@ def _settings(problem: Problem, config: HopperConfig) -> tuple[int, tuple[Any, .
         "Q_SLOTS": config.q_slots,
         "OVERLAP": config.overlap,
         "DYNAMIC": config.dynamic,
-        "CONSUMER_REGISTERS": config.consumer_registers,
-        "PRODUCER_REGISTERS": config.producer_registers,
+        "HASTY": form == "hasty",
+        "REDO": form == "redo",
+        "CONSUMER_REGISTERS": config.registers[0],
+        "PRODUCER_REGISTERS": config.registers[1],
         "num_warps": 4,
         "enable_fp_fusion": True,  # Triton 3.10 turns its default off
     }
-    return (min(tiles, p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
+    if config.resident > 1:
+        options["maxnreg"] = 65536 // (config.resident * 32 * (config.block_m // 16 + 4)) // 8 * 8
+    return (min(tiles, config.resident * p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
 
 
-def launch_fwd(
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """The tile counter and the flag for a call on the current stream: 0 before it, and put back to 0 by it.
+
+    Calls on one stream run in turn and share them; calls on two streams may overlap. A captured graph has its own, zeroed by
+    each replay, since it may be replayed on any stream.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)  # a fiftieth of the time of torch.cuda.current_stream
+    found = _counters.get(key)
+    if found is None:
+        found = _counters.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+    return found
+
+
+def launches_fwd(
     problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> Launch:
-    p = problem
-    programs, numbers, options = _settings(p, config)
-    # One counter a launch: launches may overlap on several streams, and a captured graph replays its own zeroing.
-    counter = torch.empty(1, dtype=torch.int32, device=q.device) if config.dynamic else None
-    tiles = (_tile(q, 64), _tile(k, config.block_n), _tile(v, config.block_n), _tile(o, 64))
-    return Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, lse if counter is None else counter, *numbers), options, counter)
+) -> tuple[Launch, ...]:
+    """The launches of one call, in this order, by the forms in ``FORMS``.
+
+    "careful"; or "hasty", which raises the flag if its result may be wrong, and "redo", careful, which works only if that is up.
+    """
+    # A careful kernel in static order looks neither at the counter nor at the flag.
+    counter = _counter(q.device) if config.dynamic or config.guarded else lse
+    tiles = (tile(q, 64), tile(k, config.block_n), tile(v, config.block_n), tile(o, 64))
+    launches = []
+    for form in FORMS[config.guarded]:
+        programs, numbers, options = _settings(problem, config, form)
+        launches.append(Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, counter, *numbers), options))
+    return tuple(launches)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     with torch.cuda.device_of(q):
-        launch_fwd(problem, lookup(problem), q, k, v, o, lse).run()
+        for launch in launches_fwd(problem, lookup(problem), q, k, v, o, lse):
+            launch.run()

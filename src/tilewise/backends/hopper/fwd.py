@@ -90,11 +90,13 @@ def _overlapped_step(
     k_ring.release(step + 1)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, n_block, start_row, free_lo, free_hi)
-    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False)
+    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     v_ring.release(step)
     p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
-    return p, rescale(acc, alpha), m_i, l_i, step + 1
+    if not work.HASTY:
+        acc = rescale(acc, alpha)
+    return p, acc, m_i, l_i, step + 1
 
 
 @gluon.jit
@@ -108,8 +110,9 @@ def _serial_step(
     k_ring.release(step)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, n_block, start_row, free_lo, free_hi)
-    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False)
-    acc = rescale(acc, alpha)
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
+    if not work.HASTY:
+        acc = rescale(acc, alpha)
     acc, step = _add_values(gl.convert_layout(p.to(k_tile.dtype), P_LAYOUT), acc, step, v_ring)
     return acc, m_i, l_i, step
 
@@ -142,7 +145,10 @@ def _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
     l_safe = gl.where(l_row == 0.0, 1.0, l_row)
     inverse = gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, O_LAYOUT))
-    q_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
+    o = acc * inverse[:, None]
+    if work.HASTY:
+        work.doubt(o, l_row, start_row)
+    q_tile.store(o.to(o_desc.dtype))
     fence_async_shared()
     tma.async_store(o_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, q_tile.type.shape[0], q_tile.type.shape[1]]))
     lse = gl.where(l_row == 0.0, -float("inf"), (m_i + gl.log2(l_safe)) * LN_2)
@@ -170,7 +176,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     k_ring.release(step)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
-    p, _, m_i, l_i = softmax_step(s, None, None, scale, True)
+    p, _, m_i, l_i = softmax_step(s, None, None, scale, True, work.HASTY)
     p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
     acc = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, O_LAYOUT)
 
@@ -209,13 +215,20 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
         _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)
 
 
+@gluon.constexpr_function
+def _for_workers(CONSUMERS, CONSUMER, PRODUCER):
+    """A number for each partition but the first, which is a consumer."""
+    return [CONSUMER] * (CONSUMERS - 1) + [PRODUCER]
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, qk_scale2,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, m_blocks, heads_total, heads_together,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, SCALED_FIRST: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
@@ -226,30 +239,21 @@ def _fwd_kernel(
     issued = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TICKETS):
         mbarrier.init(issued.index(i), count=1)
+    if REDO:  # the flag is read once, before the partitions go their own ways: 0 or 1
+        heads_total = heads_total * gl.load(counter + 1)
     work = Work(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
-        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC,
+        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
     )  # fmt: skip
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-            ],
-            [WARPS, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 4, "a program has two or four consumers")
-        gl.warp_specialize(
-            [
-                (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-                (_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-            ],
-            [WARPS, WARPS, WARPS, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
+    gl.warp_specialize(
+        [  # noqa: RUF005
+            (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+            (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+            (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+            (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+        ][:CONSUMERS]
+        + [(_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
+        _for_workers(CONSUMERS, WARPS, 1),
+        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+    )

@@ -38,6 +38,8 @@ ROWS = gl.constexpr(64)  # of queries a consumer: the height of one warpgroup pr
 WARPS = gl.constexpr(4)  # a consumer
 # The reference of the softmax follows the running maximum only when that has grown by more than this (base two): p stays below 2^8.
 GROWTH = gl.constexpr(8.0)
+SAFE_SUM = "0f47800000"  # 2^16, as PTX writes it: the careful form's row sums may be as large
+LARGEST_SUM = "0f71800000"  # 2^100
 TICKETS = gl.constexpr(4)  # slots for the numbers of the next tiles; more than any ring of query tiles has
 
 
@@ -109,11 +111,37 @@ def make_ring(desc, ROWS_A_TILE: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl
     return Ring(tiles, full, empty, SLOTS)
 
 
+@gluon.constexpr_function
+def _take_text(REDO):
+    return (
+        "{ .reg .pred p, last; .reg .u32 lane, t, g;"
+        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
+        "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1;"
+        "setp.eq.and.u32 last, t, $2, p; @last st.global.relaxed.gpu.u32 [$1], 0; add.u32 t, t, g;"
+        + ("@last st.global.relaxed.gpu.u32 [$1 + 4], 0;" if REDO else "")
+        + "@p st.shared.u32 [$3], t; @p mbarrier.arrive.shared::cta.b64 _, [$4];"
+        "shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }"
+    )
+
+
+@gluon.constexpr_function
+def _doubt_text(outputs, inputs):
+    o, l_row, (counter,) = inputs
+    text = "{ .reg .pred p; .reg .f32 x;\n"
+    for row in range(2):  # a thread holds two rows of o, and elements in pairs
+        own = [e for n, e in enumerate(o) if (n >> 1) & 1 == row]
+        text += f"setp.lt.f32 p, {l_row[row]}, {SAFE_SUM}; @p bra FINE{row}; mov.f32 x, 0f00000000;\n"
+        text += "\n".join(f"fma.rn.f32 x, {e}, 0f00000000, x;" for e in own)  # NaN if one of them is not finite
+        text += f"\nsetp.num.f32 p, x, x; setp.lt.and.f32 p, {l_row[row]}, {LARGEST_SUM}, p;"
+        text += f"@!p st.global.relaxed.gpu.u32 [{counter} + 4], 1;\nFINE{row}:\n"
+    return text + "}"
+
+
 @gluon.aggregate
 class Work:
     """What a launch has to do, as each partition sees it: tiles of queries, numbered from 0, and the keys that each needs."""
 
-    counter: gl.tensor  # int32, 0 at the launch: tiles taken by programs beyond their first (DYNAMIC only)
+    counter: gl.tensor  # int32, two words that are 0 between calls: tiles taken by programs beyond their first, and the flag
     m_blocks: gl.tensor
     heads_total: gl.tensor
     heads_together: gl.tensor
@@ -136,6 +164,8 @@ class Work:
     OVERLAP: gl.constexpr  # scores of the next key tile above the product of the last one
     LONGEST: gl.constexpr
     DYNAMIC: gl.constexpr
+    HASTY: gl.constexpr  # the first tile's maximum stays the reference; a row that this does not suit raises the flag
+    REDO: gl.constexpr  # the careful launch behind a hasty one, which works only if the flag is up, and puts it down
 
     @gluon.jit
     def total(self):
@@ -167,19 +197,13 @@ class Work:
     def issue(self, turn):
         """Producer, DYNAMIC: lane 0 takes the next tile from the counter and publishes it to the consumers.
 
+        A tile is taken once for each that is worked on, so the launch takes ``total()`` of them, and whoever takes the last puts
+        the counter (REDO: and the flag) back to 0 for the next launch: nobody reads it after that.
         Nobody releases a ticket: its slot comes round after all have read it, since a ring of queries is shorter than TICKETS.
         """
         slot = turn % TICKETS
-        return gl.inline_asm(
-            "{ .reg .pred p; .reg .u32 lane, t, g;"
-            "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0; mov.u32 g, %nctaid.x;"
-            "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1; add.u32 t, t, g;"
-            "@p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3];"
-            "shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }",
-            "=r,l,r,r,~{memory}",
-            [self.counter, self.ticket.index(slot), self.issued.index(slot)],
-            gl.int32,
-        )
+        inputs = [self.counter, self.total() - 1, self.ticket.index(slot), self.issued.index(slot)]
+        return gl.inline_asm(_take_text(self.REDO), "=r,l,r,r,r,~{memory}", inputs, gl.int32)
 
     @gluon.jit
     def following(self, turn):
@@ -187,6 +211,18 @@ class Work:
         slot = turn % TICKETS
         wait(self.issued.index(slot), (turn // TICKETS) & 1)
         return gl.inline_asm("ld.shared.u32 $0, [$1];", "=r,r,~{memory}", [self.ticket.index(slot)], gl.int32)
+
+    @gluon.jit
+    def doubt(self, o, l_row, start_row):
+        """HASTY: raise the flag if a row of the o [ROWS, HEAD_DIM] that is to be written may be wrong. l_row: its row sums.
+
+        Nothing is lost below 2^100: p and l have float32's exponents (p is bfloat16), and the reference cancels. But acc may then
+        leave them where small sums would not, so beyond SAFE_SUM o must be finite too. A row that saw no key in its first tile
+        has the reference -inf and so a sum of inf or NaN by the next. Rows past the end are not written and not asked.
+        """
+        row = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
+        l_row = gl.convert_layout(l_row, gl.SliceLayout(1, o.type.layout))
+        gl.inline_asm(_doubt_text, ("f", "f", "l"), [o, gl.where(row < self.seqlen_q, l_row, 0.0), self.counter])
 
 
 @gluon.jit
@@ -221,13 +257,16 @@ def partial_sums(p):
 
 
 @gluon.jit
-def softmax_step(s, m_i, l_i, qk_scale2, FIRST: gl.constexpr):
+def softmax_step(s, m_i, l_i, qk_scale2, FIRST: gl.constexpr, HASTY: gl.constexpr):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
     and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
-    so that no -inf - -inf arises.
+    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha.
     """
+    if HASTY and not FIRST:
+        p = gl.exp2(s * qk_scale2 - m_i[:, None])
+        return p, m_i, m_i, l_i + partial_sums(p)
     m_new = gl.max(s, 1) * qk_scale2
     if not FIRST:
         m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)

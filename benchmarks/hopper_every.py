@@ -1,0 +1,298 @@
+"""Check every config of the hopper backend against float64 on this GPU, then time each: ``python benchmarks/hopper.py --every``.
+
+Kernels are compiled first, by processes that need no GPU and share Triton's cache with this one. The inputs in ``GUARDS`` are there
+to deceive a guarded config: each says whether the hasty kernel must raise the flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from tilewise.arch import ARCHS
+from tilewise.backends import hopper
+from tilewise.configs.hopper import CHOICES, HopperConfig, illegal
+from tilewise.problem import Problem
+from tilewise.reference import reference
+from tilewise.spec import Spec, causal, window
+
+BF16 = torch.bfloat16
+Shape = tuple[int, int, int, int, int]  # batch, heads_q, heads_kv, seqlen_q, seqlen_k
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Inputs made to deceive: ``change`` edits q, k and v; ``raises`` says whether the flag must be up after the hasty kernel."""
+
+    name: str
+    shape: Shape
+    spec: Spec
+    change: Callable[..., None]
+    raises: bool
+
+
+def _push(bits: float, begin: int | None, end: int | None) -> Callable[..., None]:
+    """Raise (lower, if negative) the scores of the keys in ``[begin, end)`` by so many bits, for every query."""
+
+    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        q[..., 0], k[..., 0] = 16.0, 0.0
+        k[:, :, begin:end, 0] = bits / (16 * q.shape[-1] ** -0.5 * hopper.LOG2_E)
+
+    return change
+
+
+def _slope(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Scores that grow from the first visited key to the last, by 300 bits."""
+    q[..., 0] = 16.0
+    steps = torch.linspace(1, 0, k.shape[2], device=k.device)
+    k[..., 0] = (300 * steps / (16 * q.shape[-1] ** -0.5 * hopper.LOG2_E)).to(k.dtype)
+
+
+def _large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    _push(60.0, 0, 256)(q, k, v)
+    v *= 1e30
+
+
+def _nan_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q[0, 0, 5, 3] = float("nan")
+
+
+def _nan_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    k[0, 0, 100, 3] = float("nan")
+
+
+def _infinite_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q[..., 0] = 1.0
+    k[0, 0, 100, 0] = float("inf")
+
+
+def _scores_of_minus_infinity(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q[..., 0] = 1.0
+    k[:, :, -256:, 0] = float("-inf")
+
+
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    pass
+
+
+SQUARE = (1, 2, 1, 1024, 1024)
+GUARDS = [
+    Guard("plain", SQUARE, Spec(), _nothing, False),
+    Guard("plain, causal", SQUARE, causal(), _nothing, False),
+    Guard("ragged window", (1, 2, 1, 1000, 1000), window(300, 0), _nothing, False),
+    Guard("first tile 60 bits above the rest", SQUARE, Spec(), _push(60, -256, None), False),
+    Guard("first tile 200 bits above the rest", SQUARE, Spec(), _push(200, -256, None), False),
+    Guard("first tile 60 bits below the rest", SQUARE, Spec(), _push(60, 0, 768), False),
+    Guard("first tile 130 bits below the rest", SQUARE, Spec(), _push(130, 0, 768), True),
+    Guard("one key 130 bits above the rest", SQUARE, causal(), _push(130, 3, 4), True),
+    Guard("scores that grow to the last tile", SQUARE, Spec(), _slope, True),
+    Guard("large sums times large values", SQUARE, Spec(), _large_values, True),
+    Guard("rows that see nothing of their first tile", (1, 2, 1, 512, 549), causal(), _nothing, True),
+    Guard("rows that see nothing", (1, 2, 1, 500, 200), causal(), _nothing, True),
+    Guard("a query that is NaN", SQUARE, causal(), _nan_query, True),
+    Guard("a key that is NaN", SQUARE, causal(), _nan_key, True),
+    Guard("a key that is infinite", SQUARE, causal(), _infinite_key, True),
+    Guard("a first tile of scores of -inf", SQUARE, Spec(), _scores_of_minus_infinity, True),
+]
+
+
+def _points() -> Iterator[tuple[int, Spec, int]]:
+    for head_dim in CHOICES:
+        for spec in (Spec(), causal()):
+            for seqlen in (1024, 4096, 16384):
+                yield head_dim, spec, seqlen
+
+
+def _tensors(shape: Shape, head_dim: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k = shape
+    sizes = [(heads_q, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k)]
+    make = torch.empty if device == "cpu" else torch.randn
+    return [make((batch, *size, head_dim), dtype=dtype, device=device) for size in sizes]
+
+
+def _outputs(q: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(q).fill_(float("nan")), torch.full(q.shape[:3], float("nan"), device=q.device)]
+
+
+def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None:
+    """Compile every ``count``-th kernel that the checks and the timings need, without a GPU."""
+    from tilewise.testing.compile_only import use_target
+
+    use_target("sm_90")
+    calls = [(shape, head_dim, spec, dtype, scale) for head_dim in CHOICES for shape, spec, dtype, scale, _ in checks]
+    calls += [(guard.shape, head_dim, guard.spec, BF16, None) for head_dim in CHOICES for guard in GUARDS]
+    calls += [((1, 1, 1, seqlen, seqlen), head_dim, spec, BF16, None) for head_dim, spec, seqlen in _points()]
+    launches = {}
+    for shape, head_dim, spec, dtype, scale in calls:
+        q, k, v = _tensors(shape, head_dim, dtype, "cpu")
+        problem = dataclasses.replace(Problem.bind(q, k, v, spec, scale), arch=ARCHS["sm_90"])
+        for config in CHOICES[head_dim]:
+            if illegal(problem, config) is None:
+                o, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+                for launch in hopper.launches_fwd(problem, config, q, k, v, o, lse):
+                    launches.setdefault((str(launch.options), dtype), launch)
+    for launch in list(launches.values())[index::count]:
+        launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    os._exit(0)  # past the compiler's complaints at exit
+
+
+def _compile_all() -> None:
+    count = max(1, (os.cpu_count() or 2) - 2)
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hopper.py")
+    started = [subprocess.Popen([sys.executable, script, "--compile-share", str(i), str(count)]) for i in range(count)]
+    for process in started:
+        if process.wait():
+            raise RuntimeError("a process that compiles kernels has failed")
+
+
+def _errors(o: torch.Tensor, lse: torch.Tensor, true_o: torch.Tensor, true_lse: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """How far from the truth, and whether NaN, -inf and rows of zeros are where they should be."""
+    seen, number = ~true_lse.isneginf(), ~true_o.isnan()
+    exact = torch.equal(seen, ~lse.isneginf()) and torch.equal(number, ~o.isnan()) and bool((o[~seen] == 0).all())
+    norm = true_o[number].norm().clamp_min(1e-30)
+    error = ((o[number].double() - true_o[number]).norm() / norm).item()
+    both = seen & ~true_lse.isnan() & true_lse.isfinite()
+    off = ((lse - true_lse)[both].abs() / true_lse[both].abs().clamp_min(1)).max().item() if both.any() else 0.0
+    return {"error": error, "lse_error": off, "ok": exact and error < (4e-3 if dtype == BF16 else 6e-4) and off < 1e-4}
+
+
+def _flag() -> int:
+    return int(max((int(words[1]) for words in hopper._counters.values()), default=0))
+
+
+def _at_rest() -> bool:
+    return not any(words.any() for words in hopper._counters.values())
+
+
+def _run(problem: Problem, config: HopperConfig, q: Any, k: Any, v: Any, o: Any, lse: Any) -> bool:
+    """Run the launches of one call; was the flag up after the first of two?"""
+    launches = hopper.launches_fwd(problem, config, q, k, v, o, lse)
+    launches[0].run()
+    raised = len(launches) == 2 and _flag() == 1
+    for launch in launches[1:]:
+        launch.run()
+    return raised
+
+
+def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Every config on every problem of ``checks`` and on every input of ``GUARDS``; the rows that are wrong are printed."""
+    rows = []
+
+    def judge(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if not row["ok"]:
+            print("BAD", row, flush=True)
+
+    for head_dim, configs in CHOICES.items():
+        for shape, spec, dtype, scale, rows_outside in checks:
+            q, k, v = _tensors(shape, head_dim, dtype, "cuda")
+            if rows_outside:
+                q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+            problem, truth = Problem.bind(q, k, v, spec, scale), reference(q, k, v, spec, scale)
+            for place, config in enumerate(configs):
+                if illegal(problem, config) is None:
+                    o, lse = _outputs(q)
+                    _run(problem, config, q, k, v, o, lse)
+                    what = {"head_dim": head_dim, "config": place, "shape": shape, "mask": str(spec), "dtype": str(dtype)}
+                    judge({**what, "sm_scale": scale, **_errors(o, lse, *truth, dtype)})
+        for guard in GUARDS:
+            q, k, v = _tensors(guard.shape, head_dim, BF16, "cuda")
+            guard.change(q, k, v)
+            problem, truth = Problem.bind(q, k, v, guard.spec), reference(q, k, v, guard.spec)
+            for place, config in enumerate(configs):
+                o, lse = _outputs(q)
+                raised = _run(problem, config, q, k, v, o, lse)
+                row = {"head_dim": head_dim, "config": place, "input": guard.name, **_errors(o, lse, *truth, BF16)}
+                wrong_flag = config.guarded and raised != guard.raises
+                judge({**row, "raised": raised, "ok": row["ok"] and not wrong_flag and _at_rest()})
+        for place, config in enumerate(configs):
+            if config.dynamic:
+                judge({"head_dim": head_dim, "config": place, "input": "graph", "ok": _graph_is_right(head_dim, config)})
+                judge({"head_dim": head_dim, "config": place, "input": "streams", "ok": _streams_are_right(head_dim, config)})
+    return rows
+
+
+def _calm_and_wild(head_dim: int, count: int) -> list[tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    """Inputs and truths, in turn such as leave the flag alone and such as raise it."""
+    out = []
+    for i in range(count):
+        q, k, v = _tensors(SQUARE, head_dim, BF16, "cuda")
+        if i % 2:
+            _slope(q, k, v)
+        out.append(([q, k, v], reference(q, k, v, Spec())))
+    return out
+
+
+def _graph_is_right(head_dim: int, config: HopperConfig) -> bool:
+    """A captured call, replayed on inputs that raise the flag and on inputs that do not."""
+    inputs = _calm_and_wild(head_dim, 4)
+    q, k, v = (t.clone() for t in inputs[0][0])
+    o, lse = _outputs(q)
+    problem = Problem.bind(q, k, v, Spec())
+    _run(problem, config, q, k, v, o, lse)  # compiled and loaded before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in hopper.launches_fwd(problem, config, q, k, v, o, lse):
+            launch.run()
+    right = True
+    for (new_q, new_k, new_v), truth in [*inputs, *inputs]:
+        q.copy_(new_q), k.copy_(new_k), v.copy_(new_v)
+        o.fill_(float("nan")), lse.fill_(float("nan"))
+        graph.replay()
+        right = right and _errors(o, lse, *truth, BF16)["ok"]
+    return right
+
+
+def _streams_are_right(head_dim: int, config: HopperConfig) -> bool:
+    """Four streams at once, two with inputs that raise the flag."""
+    inputs = _calm_and_wild(head_dim, 4)
+    outputs = [_outputs(q) for (q, _, _), _ in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, ((q, k, v), _), (o, lse) in zip(streams, inputs, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                for launch in hopper.launches_fwd(Problem.bind(q, k, v, Spec()), config, q, k, v, o, lse):
+                    launch.run()
+    torch.cuda.synchronize()
+    right = [_errors(o, lse, *truth, BF16)["ok"] for (o, lse), (_, truth) in zip(outputs, inputs, strict=True)]
+    return all(right) and _at_rest()
+
+
+def time_all(deadline: float) -> list[dict[str, Any]]:
+    """Medians at every point for every config that may run there, until the deadline."""
+    rows = []
+    for head_dim, spec, seqlen in _points():
+        batch, heads = 16384 // seqlen, 2048 // head_dim
+        q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), head_dim, BF16, "cuda")
+        o, lse = _outputs(q)
+        problem = Problem.bind(q, k, v, spec)
+        flop = 4 * batch * heads * seqlen * seqlen * head_dim * (0.5 if spec.upper is not None else 1)
+        for place, config in enumerate(CHOICES[head_dim]):
+            if illegal(problem, config) is None and time.time() < deadline:
+                launches = hopper.launches_fwd(problem, config, q, k, v, o, lse)
+                time.sleep(0.05)
+                ms = do_bench(lambda: [launch.run() for launch in launches], warmup=10, rep=50, return_mode="median")  # noqa: B023
+                row = {"head_dim": head_dim, "causal": spec.upper is not None, "seqlen": seqlen, "config": place}
+                rows.append({**row, "ms": round(ms, 5), "tflops": round(flop / ms / 1e9)})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def every(checks: list[tuple[Any, ...]], limit: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """``(checks, timings)``, the second until ``limit`` seconds from now."""
+    begin = time.time()
+    _compile_all()
+    print(f"compiled after {time.time() - begin:.0f} s", flush=True)
+    checked = check_all(checks)
+    print(f"checked after {time.time() - begin:.0f} s: {sum(not row['ok'] for row in checked)} of {len(checked)} wrong", flush=True)
+    return checked, time_all(begin + limit)
