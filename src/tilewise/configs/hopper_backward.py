@@ -14,8 +14,8 @@ _BARRIERS = 1024  # bytes set aside for barriers and alignment
 @dataclass(frozen=True)
 class KeysConfig:
     """The kernel that holds keys and makes dk and dv. ``block_n`` keys a program, 64 for each consumer; ``block_m`` queries a tile;
-    ``stages`` slots of queries. In the form for head_dim 256 one warpgroup makes dv of 64 keys, and hands p through ``p_slots`` slots
-    to another, which makes dk."""
+    ``stages`` slots of queries. In the form for head_dim 256 one warpgroup makes dv of 64 keys, and hands p through ``p_slots``
+    slots to another, which makes dk."""
 
     block_m: int
     block_n: int

@@ -107,7 +107,7 @@ def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, 
     for head_dim in head_dims:
         for place, config in enumerate(CHOICES[head_dim]):
             for mask, words in MASKS.items():
-                if place >= PICKED and mask not in ("full", "causal") and not every:
+                if place >= PICKED[head_dim] and mask not in ("full", "causal") and not every:
                     continue
                 for dtype in ("bfloat16", "float16"):
                     if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):

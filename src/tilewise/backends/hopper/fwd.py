@@ -247,7 +247,7 @@ def _fwd_kernel(
     )  # fmt: skip
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(
-        [  # noqa: RUF005
+        [
             (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
             (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
             (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
