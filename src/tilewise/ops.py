@@ -3,8 +3,9 @@
 The operators have fixed arity; the spec crosses as its string and gradients that nobody asked for come back with no elements.
 
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
-(``is_plain``) skips the dispatcher, which would do nothing for it but call the operator's kernel. Compiled and exported graphs hold
-the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
+(``is_plain``) skips the dispatcher, which would do nothing for it but call the operator's kernel. Compiled and exported graphs
+hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code does.
+``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
 derivatives, are refused with a clear error.
 """
 
@@ -336,13 +337,11 @@ def attention_op(
     return _forward_autograd(*args)  # type: ignore[return-value]
 
 
-# A plain call: nothing stands between it and the operator's kernel. The dispatcher reads two sets of keys, those of the tensors and
-# those of the thread, and only these lead to the kernel alone. Whatever else may happen to a call is a key of one of them:
-# functorch transforms, dispatch modes (fake tensors, functionalization, export, checkpointing policies), tracing, subclasses, sparse,
-# nested and quantized tensors, views that negate, tensors known to be zero, other devices.
-_PLAIN_TENSOR = frozenset(
-    ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
-)
+# A plain call: nothing stands between it and the operator's kernel. The dispatcher reads two sets of keys, that of each tensor and
+# that of the thread, and only these keys lead to the kernel alone. Whatever else may happen to a call has a key of its own:
+# functorch transforms, dispatch modes (fake tensors, functionalization, export, checkpointing policies), tracing, subclasses,
+# sparse, nested and quantized tensors, views that negate, tensors known to be zero, other devices.
+_PLAIN_TENSOR = frozenset(("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"))
 _PLAIN_THREAD = frozenset(("BackendSelect", "ADInplaceOrView"))
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _keys_of = torch._C._dispatch_keys

@@ -52,11 +52,8 @@ class Launch:
         return self.kernel[self.grid](*self.args, **self.options)
 
 
-def _hooked(kernel: Any) -> bool:
+def _hooked(kernel: Any, knobs: Any) -> bool:
     """Does anybody watch launches or change how kernels are compiled? Profilers do; only the ordinary road serves them."""
-    import triton
-
-    knobs = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
     now = knobs.runtime
     enter, leave = now.launch_enter_hook, now.launch_exit_hook
     return bool(
@@ -134,6 +131,11 @@ class Plan:
         self._by_pointers = None in blocks
         software = runtime()
         self.keeps = software.triton in KNOWN and not software.interpret and torch.version.hip is None
+        self._knobs: Any = None
+        if self.keeps:
+            import triton
+
+            self._knobs = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
         # The compiled kernel beside the function that launches it: Triton unloads a kernel that nobody holds.
         self._kept: dict[tuple[Any, ...], tuple[Callable[[int, list[int]], None], Any]] = {}
 
@@ -157,7 +159,7 @@ class Plan:
             with torch.cuda.device(device):
                 self.run(*tensors)
             return
-        if device < 0 or not self.keeps or _hooked(self.kernel):
+        if device < 0 or not self.keeps or _hooked(self.kernel, self._knobs):
             self.launch(*tensors).run()
             return
         addresses = [t.data_ptr() for t in tensors]

@@ -139,6 +139,7 @@ def _dq_plan(problem: Problem, config: Config) -> Plan:
     numbers = (*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m))
     return _plan(p, bwd._dq_kernel, grid, tiles, numbers, options)
 
+
 def launch_fwd(
     problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Launch:
