@@ -325,25 +325,10 @@ def _agrees(driver: Any, compiled: Any, values: list[Any], args: list[Any], slot
     return all(at in open_slots or (type(x) is type(y) and x == y) for at, (x, y) in enumerate(zip(own, args, strict=True)))
 
 
-_counters: dict[tuple[int, int], list[torch.Tensor]] = {}
-_BLOCK = 256  # counters a piece of memory
-
-
 def zeroed_counter(like: torch.Tensor) -> torch.Tensor:
-    """A counter for one launch on the current stream: an int32 tensor on 16 bytes of its own, which is 0 when the launch begins.
+    """A counter for one launch on the current stream: int32, 16-byte aligned, 0 when the launch begins.
 
-    Counters are zeroed many at a time, and each is given away once. They belong to a stream, since another one would not wait
-    for the zeroing. While a graph is captured each launch gets its own, so that every replay zeroes it.
+    Each launch has its own. Launches may overlap on several streams, a captured graph must zero it on every replay, and memory kept
+    from call to call might belong to a pool that another owner means to give back.
     """
-    device = like.get_device()
-    if device < 0 or _current_stream is None or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=like.device)
-    place = (device, _current_stream(device))
-    ready = _counters.get(place)
-    if ready is None:
-        ready = _counters.setdefault(place, [])
-    try:
-        return ready.pop()
-    except IndexError:
-        ready.extend(torch.zeros((_BLOCK, 4), dtype=torch.int32, device=like.device).unbind(0))
-        return ready.pop()
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
