@@ -1,7 +1,9 @@
 """Kept launches: which launches share a compiled kernel, what a kept one hands over, and when the ordinary road is taken."""
 
+import gc
 import itertools
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -249,6 +251,12 @@ class CompiledForTiles(Compiled):
         self.src = SimpleNamespace(signature=dict.fromkeys("xynlB"))
 
 
+class CompiledForPointers(CompiledForTiles):
+    def __init__(self, kernel, number):
+        super().__init__(kernel, number)
+        self.metadata = SimpleNamespace(tensordesc_meta=None)
+
+
 @pytest.fixture
 def direct(monkeypatch):
     """A kernel that reads x and y by descriptors, and its plan."""
@@ -285,26 +293,47 @@ def test_direct_road_fills_in_descriptors(direct):
 def test_direct_road_is_left_at_a_surprise(direct, surprise, monkeypatch):
     kernel, plan = direct
     x, y = pair()
-    plan.run(x, y)
-    (compiled,) = launching._compiled.values()
-    if surprise == "scratch":
-        compiled.run.global_scratch_size = 128
-    elif surprise == "meta":
-        compiled.metadata.tensordesc_meta = [{**m, "novelty": 1} for m in compiled.metadata.tensordesc_meta]
-    elif surprise == "count":
-        compiled.metadata.tensordesc_meta.pop()
-    elif surprise == "expansion":
+
+    def surprising(*args):
+        compiled = CompiledForTiles(*args)
+        if surprise == "scratch":
+            compiled.run.global_scratch_size = 128
+        elif surprise == "meta":
+            compiled.metadata.tensordesc_meta = [{**m, "novelty": 1} for m in compiled.metadata.tensordesc_meta]
+        elif surprise == "count":
+            compiled.metadata.tensordesc_meta.pop()
+        return compiled
+
+    kernel.make = surprising
+    if surprise == "expansion":
         monkeypatch.setattr(
             sys.modules[__name__], "wrap_handle_tensordesc", lambda launcher, *_: lambda values: launcher([*values, 0, 0, 0])
         )
-    else:
+    elif surprise == "version":
         monkeypatch.setattr(launching, "runtime", lambda: Runtime((3, 6)))
+    plan.run(x, y)
     plan.run(x, y)
     assert kernel.roads == ["ordinary", "kept"]
     tiles = kernel.launches[1][1][9:11]
     assert [(t.base.data_ptr(), t.shape, t.strides, t.padding) for t in tiles] == [
         (t.data_ptr(), [3, 16], [16, 1], "zero") for t in (x, y)
     ]
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_nothing_holds_the_tensors(direct, descriptors):
+    kernel, plan = direct if descriptors else (None, plan_of(Kernel(CompiledForPointers)))
+    tensors = pair()
+    plan.run(*tensors)
+    plan.run(*tensors)
+    if descriptors:
+        kernel.launches.clear()
+    else:
+        plan.kernel.launches.clear()
+    watched = [weakref.ref(t) for t in tensors]
+    del tensors
+    gc.collect()
+    assert [w() for w in watched] == [None, None]
 
 
 NUMBERS = [0, 1, 2, 15, 16, 17, 32, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 2**63, 2**63 + 16, -1, -16, -(2**31), -(2**31) - 1]

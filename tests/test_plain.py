@@ -193,7 +193,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(launching, "_current_device", lambda: 0)
     monkeypatch.setattr(launching, "_current_stream", lambda device: 0)
-    monkeypatch.setattr(launching, "_bind_directly", lambda *_: None)
+    monkeypatch.setattr(launching, "_direct", lambda *_: None)
     monkeypatch.setattr(ops, "_bound", {})
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(triton.fwd, "_fwd_kernel", Kernel())

@@ -31,6 +31,10 @@ UNIFORM = KNOWN[1:]
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 
+_Kept = Callable[[int, list[int]], None]  # a launch with everything filled in but the stream and the addresses
+# Compiled kernels by what they were compiled for, with the way beneath their launchers.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -137,7 +141,7 @@ class Plan:
 
             self._knobs = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
         # The compiled kernel beside the function that launches it: Triton unloads a kernel that nobody holds.
-        self._kept: dict[tuple[Any, ...], tuple[Callable[[int, list[int]], None], Any]] = {}
+        self._kept: dict[tuple[Any, ...], tuple[_Kept, Any]] = {}
 
     def args(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The positional arguments of a launch with these tensors."""
@@ -168,23 +172,23 @@ class Plan:
         if kept is not None:
             kept[0](_current_stream(device), addresses)  # type: ignore[misc]
 
-    def _find(
-        self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]
-    ) -> tuple[Callable[[int, list[int]], None], Any] | None:
+    def _find(self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[_Kept, Any] | None:
         """A kept launch for tensors of a new kind; None if there was none yet, and the ordinary road was taken."""
         key = self._key(kind)
-        compiled = _compiled.get(key)
-        if compiled is None:
+        found = _compiled.get(key)
+        values = _values(self, tensors)
+        if found is None or values is None:
             compiled = self.launch(*tensors).run()
             if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
                 if len(_compiled) >= _MOST_KEPT:
                     _compiled.clear()
-                _compiled[key] = compiled
+                _compiled[key] = compiled, _direct(compiled, values, len(tensors)) if values else None
             return None
-        launch = _bind(self, compiled, tensors)
-        if launch is None:
-            self.launch(*tensors).run()
-            return None
+        compiled, direct = found
+        if direct is not None:
+            launch = _bind_direct(self.grid, compiled, direct, values, len(tensors))
+        else:
+            launch = _bind_launcher(self.grid, compiled, values, len(tensors))
         if len(self._kept) >= _MOST_KINDS:
             self._kept.clear()
         self._kept[kind] = launch, compiled
@@ -206,9 +210,6 @@ class Plan:
         )
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
 def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
     """The arguments in the order of the kernel's parameters, constants included, with tiles instead of descriptors."""
     tiles = tensors[: len(plan.blocks)]
@@ -223,18 +224,6 @@ def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
     return [*values, *(plan.options[name] for name in rest)]
 
 
-def _bind(plan: Plan, compiled: Any, tensors: tuple[torch.Tensor, ...]) -> Callable[[int, list[int]], None] | None:
-    """The kept launch of a compiled kernel for tensors of this kind: a function of the stream and the addresses."""
-    values = _values(plan, tensors)
-    if values is None:
-        return None
-    if runtime().triton in UNIFORM:
-        kept = _bind_directly(plan, compiled, values, len(tensors))
-        if kept is not None:
-            return kept
-    return _bind_launcher(plan, compiled, values, len(tensors))
-
-
 class _Address:
     """What a launcher asks the base of a tile for."""
 
@@ -247,9 +236,9 @@ class _Address:
         return self.address
 
 
-def _bind_launcher(plan: Plan, compiled: Any, values: list[Any], tensors: int) -> Callable[[int, list[int]], None]:
-    """By the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
-    grid = (*plan.grid, 1, 1)[:3]
+def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tensors: int) -> _Kept:
+    """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
+    programs = (*grid, 1, 1)[:3]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     forms = [(v.shape, v.strides) if isinstance(v, _Tile) else None for v in values[:tensors]]
     after = values[tensors:]
@@ -259,70 +248,94 @@ def _bind_launcher(plan: Plan, compiled: Any, values: list[Any], tensors: int) -
             address if form is None else _Tile(_Address(address), *form)  # type: ignore[arg-type]
             for address, form in zip(addresses, forms)  # noqa: B905 (they are as many)
         ]
-        run(*grid, stream, function, packed, None, None, None, *sources, *after)
+        run(*programs, stream, function, packed, None, None, None, *sources, *after)
 
     return launch
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """The C function beneath a launcher. ``maps``: what the descriptor of each tile is encoded with, before its shape."""
+
+    call: Any
+    fill: Any
+    maps: tuple[tuple[Any, ...], ...]
+    flags: tuple[Any, Any]
+    annotations: Any
+    signature: Any
 
 
 _PLAIN_MAP = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
 
 
-def _bind_directly(plan: Plan, compiled: Any, values: list[Any], tensors: int) -> Callable[[int, list[int]], None] | None:
-    """By the C function beneath the launcher, which wants descriptors of the device. None where anything is not as expected."""
+def _direct(compiled: Any, values: list[Any], tensors: int) -> _Direct | None:
+    """The way beneath the launcher of a compiled kernel; None where anything is not as it was read."""
     import triton
 
     launcher, metadata = compiled.run, compiled.metadata
-    if type(launcher).__name__ != "CudaLauncher" or getattr(launcher, "gsan_enabled", False):
+    if runtime().triton not in UNIFORM or type(launcher).__name__ != "CudaLauncher" or getattr(launcher, "gsan_enabled", False):
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     driver = sys.modules[type(launcher).__module__]
     utils: Any = triton.runtime.driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
-    tiles = [i for i, v in enumerate(values) if isinstance(v, _Tile)]
-    maps = list(getattr(metadata, "tensordesc_meta", None) or [])
-    if len(maps) != len(tiles):
+    metas = list(getattr(metadata, "tensordesc_meta", None) or [])
+    if len(metas) != sum(isinstance(v, _Tile) for v in values):
         return None
-    fill = getattr(utils, "fill_tma_descriptor_tiled", None)
+    if any(set(m) - _PLAIN_MAP or m["fp4_padded"] or m.get("is_im2col", False) for m in metas):
+        return None
+    types = driver.TMA_DTYPE_DEVICE_TO_HOST
+    direct = _Direct(
+        utils.launch,
+        getattr(utils, "fill_tma_descriptor_tiled", None),
+        tuple((m["swizzle"], m["elem_size"], types[m["elem_type"]], m["block_size"]) for m in metas),
+        (launcher.launch_cooperative_grid, launcher.launch_pdl),
+        launcher.arg_annotations,
+        launcher.kernel_signature,
+    )
+    if metas:  # does Triton's own expansion give the same arguments, descriptors and addresses apart?
+        args, slots = _expanded(direct, values, tensors)
+        own = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, metadata.tensordesc_meta)(values)
+        filled = {at for _, at, _ in slots}
+        if len(own) != len(args) or any(
+            at not in filled and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(own, args, strict=True))
+        ):
+            return None
+    return direct
+
+
+def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[Any], list[tuple[int, int, tuple[Any, ...] | None]]]:
+    """The arguments of the C function with holes, and the holes: which address, where it goes, the rest of its descriptor."""
     args: list[Any] = []
-    slots: list[tuple[int, int, tuple[Any, ...] | None]] = []  # (which address, where it goes, the rest of its descriptor)
+    slots: list[tuple[int, int, tuple[Any, ...] | None]] = []
+    maps = iter(direct.maps)
     for i, value in enumerate(values):
         if isinstance(value, _Tile):
-            m = maps[len([s for s in slots if s[2] is not None])]
-            if set(m) - _PLAIN_MAP or m["fp4_padded"] or m.get("is_im2col", False):
-                return None
-            element = driver.TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]]
-            rest = (m["swizzle"], m["elem_size"], element, m["block_size"], value.shape, value.strides, 0)
-            slots.append((i, len(args), rest))
+            slots.append((i, len(args), (*next(maps), value.shape, value.strides, 0)))
             args += [None, *value.shape, *value.strides]
+        elif i < tensors:
+            slots.append((i, len(args), None))
+            args.append(None)
         else:
-            if i < tensors:
-                slots.append((i, len(args), None))
             args.append(value)
-    if tiles and not _agrees(driver, compiled, values, args, slots):
-        return None
-    call = utils.launch
-    gx, gy, gz = (*plan.grid, 1, 1)[:3]
+    return args, slots
+
+
+def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: list[Any], tensors: int) -> _Kept:
+    """A kept launch by the C function beneath the launcher."""
+    args, slots = _expanded(direct, values, tensors)
+    gx, gy, gz = (*grid, 1, 1)[:3]
     function, packed = compiled.function, compiled.packed_metadata
-    flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
+    call, fill, flags, annotations, signature = direct.call, direct.fill, direct.flags, direct.annotations, direct.signature
 
     def launch(stream: int, addresses: list[int]) -> None:
         filled = args.copy()
         for i, at, rest in slots:
-            filled[at] = addresses[i] if rest is None else fill(addresses[i], *rest)  # type: ignore[misc]
+            filled[at] = addresses[i] if rest is None else fill(addresses[i], *rest)
         # The five that are None: metadata for hooks, the hooks before and after, and two pieces of scratch memory.
         call(gx, gy, gz, stream, function, *flags, packed, None, None, None, None, None, annotations, signature, filled)
 
     return launch
-
-
-def _agrees(driver: Any, compiled: Any, values: list[Any], args: list[Any], slots: list[Any]) -> bool:
-    """Does Triton's own expansion of the tiles give these arguments, descriptors and addresses apart?"""
-    own = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, compiled.metadata.tensordesc_meta)(values)
-    if len(own) != len(args):
-        return False
-    open_slots = {at for _, at, _ in slots}
-    return all(at in open_slots or (type(x) is type(y) and x == y) for at, (x, y) in enumerate(zip(own, args, strict=True)))
 
 
 def zeroed_counter(like: torch.Tensor) -> torch.Tensor:
