@@ -57,7 +57,6 @@ CAPABILITIES: tuple[Capability, ...] = (
         head_dims=(64, 128, 256),
         equal_head_dims=True,
         bulk_only=True,
-        auto=False,
     ),
     Capability(
         "triton",
