@@ -169,7 +169,7 @@ GAUNTLET: tuple[Entry, ...] = (
         "unseen_keys",
         "whole tiles of keys that no query sees: a walk that visits tiles of queries past the last one",
         (1, 2, 2, 15, 700, 32, 32),
-        window(7, 0) & causal("top_left"),
+        window(7, 0, align="top_left"),
     ),
     Entry(
         "thin_window",
