@@ -69,7 +69,7 @@ def queries_of_program(
     """
     lo, _, _, hi = tile_range(key_lo, key_hi, q_pad, lower - q_start, upper + q_start, BLOCK, HAS_LOWER, HAS_UPPER)
     lo = min(lo, q_pad // BLOCK - 1)
-    return lo, max(hi, lo + 1)
+    return lo, max(min(hi, q_pad // BLOCK), lo + 1)
 
 
 def queries_of_consumer(
