@@ -1,8 +1,8 @@
 """The walk of the Hopper backward kernels over tiles, held to every pair of a query and a key, and a model of their barriers.
 
 The model runs the feeder and every warp of every consumer of one program as processes that stop at waits, in random order, over
-barriers with the counts and parities of the kernels, and it walks by the very bodies that they compile (``tilewise.backends.walk``).
-A deadlock shows, and so does a slot that is refilled while somebody reads it.
+barriers with the counts and parities of the kernels. It walks by the very bodies that they compile (``tilewise.backends.walk``). A
+deadlock shows, and so does a slot that is refilled while somebody reads it.
 """
 
 import dataclasses
@@ -94,10 +94,13 @@ def _ends_a_tile_early(*arguments):
 )
 def test_a_wrong_walk_is_found(fault):
     rng = random.Random(0)
-    problems = [_draw(rng) for _ in range(60)]
+
+    def check():
+        for _ in range(60):
+            _check_walk(_draw(rng), 64, 128, **fault)
+
     with pytest.raises(AssertionError):
-        for problem in problems:
-            _check_walk(problem, 64, 128, **fault)
+        check()
 
 
 def test_keys_that_no_query_sees_get_the_last_tile_of_queries():
@@ -153,7 +156,7 @@ class Slots:
 
 
 class Program:
-    """One program of a launch. Subclasses say which processes it has; ``fault`` names what is wrong with it, for the tests' test."""
+    """One program of a launch. Subclasses say which processes it has; ``fault`` names what is wrong with it."""
 
     def __init__(self, problem, config, number, fault="", need_dk=True, need_dv=True):
         self.p, self.config, self.number, self.fault = problem, config, number, fault
@@ -490,9 +493,13 @@ def test_the_model_can_fail(kind, fault):
     if fault == "does not wait for the reader of p":  # two slots of queries allow no more than two of p to be in use
         config = dataclasses.replace(config, p_slots=1)
     need_dk = fault != "counts a group that is idle"
-    with pytest.raises(RuntimeError, match=r"deadlock|holds|taken|phase"):
+
+    def launches():
         for _ in range(30):
             _launch(_draw(rng, 256 if kind is Dkdv256 else 64), config, rng, fault=fault, need_dk=need_dk)
+
+    with pytest.raises(RuntimeError, match=r"deadlock|holds|taken|phase"):
+        launches()
 
 
 @pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
