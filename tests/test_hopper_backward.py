@@ -59,7 +59,7 @@ def _check_walk(p, block_m, block_n, of_program=queries_of_program, of_consumer=
             # The kernel has these loops only.
             assert has_upper or free_lo == own_lo
             assert has_lower or has_tail or free_hi == own_hi
-            if block_n == ROWS:  # the two groups of the form for head_dim 256 walk the program's tiles, and pass none over
+            if block_n == ROWS:  # the groups of the form for head_dim 256 walk the program's tiles, masked by the consumer's ranges
                 assert (own_lo, own_hi) == (lo, hi)
             for tile in range(q_pad // block_m):
                 pairs = seen[tile * block_m : (tile + 1) * block_m, key : key + ROWS]
@@ -294,7 +294,7 @@ class Dkdv256(KeysProgram):
         return [self.feeder(), *groups]
 
     def value_warp(self, w):
-        lo, _, _, hi = self.own(0)
+        lo, hi = self.lo, self.hi
         step = 0
         yield from self.keys.arrived(0)
         for member in range(self.p.group):

@@ -20,7 +20,7 @@ BUDGETS = {
     ("dkdv", 64, 0): {"full": (340, 0), "tail": (334, 112), "causal": (339, 412), "window": (332, 0)},
     ("dkdv", 64, 1): {"full": (339, 0), "causal": (345, 0)},
     ("dkdv", 64, 2): {"full": (593, 0), "causal": (604, 308)},
-    ("dkdv", 128, 0): {"full": (373, 0), "tail": (375, 0), "causal": (387, 356), "window": (383, 152)},
+    ("dkdv", 128, 0): {"full": (373, 0), "tail": (375, 0), "causal": (387, 356), "window": (383, 160)},
     ("dkdv", 128, 1): {"full": (376, 0), "causal": (386, 356)},
     ("dkdv", 256, 0): {"full": (273, 0), "tail": (273, 0), "causal": (272, 0), "window": (273, 0)},
     ("dkdv", 256, 1): {"full": (273, 0), "causal": (271, 0)},
@@ -34,6 +34,7 @@ BUDGETS = {
     ("dq", 256, 1): {"full": (352, 0), "causal": (423, 140)},
 }
 SLACK = 1.03
+SPILL_SLACK = 1.1
 # Accesses to spilled registers in the loops of free tiles: one for each tile of keys where dq of 64 x 256 leaves no register.
 FREE_SPILLS = {("dq", 256, 0, "window"): 1, ("dq", 256, 1, "causal"): 1}
 
@@ -65,7 +66,7 @@ def complaints(report):
     loop, spill = BUDGETS[key].get(report["mask"], (0, 0))
     if report["shared"] > min(report["predicted"], ARCHS["sm_90"].shared_memory):
         wrong.append(f"{report['shared']} bytes of shared memory, {report['predicted']} predicted")
-    if not 0 <= report["spill"] <= spill:
+    if not 0 <= report["spill"] <= SPILL_SLACK * spill:
         wrong.append(f"{report['spill']} bytes of spills")
     if report["free_spills"] > FREE_SPILLS.get((*key, report["mask"]), 0):
         wrong.append(f"{report['free_spills']} accesses to spilled registers in the loops of free tiles")

@@ -96,7 +96,7 @@ def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = keys.place()
     lo, hi = keys.tiles(start_n)
-    lo, free_lo, free_hi, hi = keys.own(start_n, lo, hi)
+    _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
     dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
