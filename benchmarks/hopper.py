@@ -24,6 +24,7 @@ from triton.testing import do_bench
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as portable
+from tilewise.capabilities import dims_text
 from tilewise.configs.hopper import CHOICES
 from tilewise.problem import Problem
 from tilewise.reference import reference
@@ -97,7 +98,7 @@ def main() -> int:
     header["date"] = datetime.date.today().isoformat()
     if args.every:
         checks, rows = hopper_every.every(CHECKS, args.limit)
-        configs = {head_dim: [dataclasses.asdict(config) for config in of] for head_dim, of in CHOICES.items()}
+        configs = {dims_text((pair,)): [dataclasses.asdict(config) for config in of] for pair, of in CHOICES.items()}
         wrong = [row for row in checks if not row["ok"]]
         out = {**header, "configs": configs, "checked": len(checks), "wrong": wrong, "rows": rows}
         pathlib.Path(args.out).write_text(json.dumps(out, indent=1))

@@ -25,6 +25,7 @@ from tilewise.reference import reference
 from tilewise.spec import Spec, causal, window
 
 BF16 = torch.bfloat16
+Pair = tuple[int, int]  # head_dim, head_dim_v
 Shape = tuple[int, int, int, int, int]  # batch, heads_q, heads_kv, seqlen_q, seqlen_k
 
 
@@ -104,22 +105,27 @@ GUARDS = [
 ]
 
 
-def _points() -> Iterator[tuple[int, Spec, int]]:
-    for head_dim in CHOICES:
+def _sizes(pair: Pair) -> dict[str, int]:
+    return {"head_dim": pair[0], "head_dim_v": pair[1]}
+
+
+def _points() -> Iterator[tuple[Pair, Spec, int]]:
+    for pair in CHOICES:
         for spec in (Spec(), causal()):
-            for seqlen in (1024, 4096, 16384):
-                yield head_dim, spec, seqlen
+            for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
+                yield pair, spec, seqlen
 
 
-def _tensors(shape: Shape, head_dim: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def _tensors(shape: Shape, pair: Pair, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     batch, heads_q, heads_kv, seqlen_q, seqlen_k = shape
-    sizes = [(heads_q, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k)]
+    sizes = [(heads_q, seqlen_q, pair[0]), (heads_kv, seqlen_k, pair[0]), (heads_kv, seqlen_k, pair[1])]
     make = torch.empty if device == "cpu" else torch.randn
-    return [make((batch, *size, head_dim), dtype=dtype, device=device) for size in sizes]
+    return [make((batch, *size), dtype=dtype, device=device) for size in sizes]
 
 
-def _outputs(q: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty_like(q).fill_(float("nan")), torch.full(q.shape[:3], float("nan"), device=q.device)]
+def _outputs(q: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    o = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype, device=q.device)
+    return [o, torch.full(q.shape[:3], float("nan"), device=q.device)]
 
 
 def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None:
@@ -127,16 +133,16 @@ def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None
     from tilewise.testing.compile_only import use_target
 
     use_target("sm_90")
-    calls = [(shape, head_dim, spec, dtype, scale) for head_dim in CHOICES for shape, spec, dtype, scale, _ in checks]
-    calls += [(guard.shape, head_dim, guard.spec, BF16, None) for head_dim in CHOICES for guard in GUARDS]
-    calls += [((1, 1, 1, seqlen, seqlen), head_dim, spec, BF16, None) for head_dim, spec, seqlen in _points()]
+    calls = [(shape, pair, spec, dtype, scale) for pair in CHOICES for shape, spec, dtype, scale, _ in checks]
+    calls += [(guard.shape, pair, guard.spec, BF16, None) for pair in CHOICES for guard in GUARDS]
+    calls += [((1, 1, 1, seqlen, seqlen), pair, spec, BF16, None) for pair, spec, seqlen in _points()]
     launches = {}
-    for shape, head_dim, spec, dtype, scale in calls:
-        q, k, v = _tensors(shape, head_dim, dtype, "cpu")
+    for shape, pair, spec, dtype, scale in calls:
+        q, k, v = _tensors(shape, pair, dtype, "cpu")
         problem = dataclasses.replace(Problem.bind(q, k, v, spec, scale), arch=ARCHS["sm_90"])
-        for config in CHOICES[head_dim]:
+        for config in CHOICES[pair]:
             if illegal(problem, config) is None:
-                o, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+                o, lse = q.new_empty((*q.shape[:3], pair[1])), torch.empty(q.shape[:3])
                 for launch in hopper.launches_fwd(problem, config, q, k, v, o, lse):
                     launches.setdefault((str(launch.options), dtype), launch)
     for launch in list(launches.values())[index::count]:
@@ -191,51 +197,51 @@ def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
         if not row["ok"]:
             print("BAD", row, flush=True)
 
-    for head_dim, configs in CHOICES.items():
+    for pair, configs in CHOICES.items():
         for shape, spec, dtype, scale, rows_outside in checks:
-            q, k, v = _tensors(shape, head_dim, dtype, "cuda")
+            q, k, v = _tensors(shape, pair, dtype, "cuda")
             if rows_outside:
                 q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
             problem, truth = Problem.bind(q, k, v, spec, scale), reference(q, k, v, spec, scale)
             for place, config in enumerate(configs):
                 if illegal(problem, config) is None:
-                    o, lse = _outputs(q)
+                    o, lse = _outputs(q, v)
                     _run(problem, config, q, k, v, o, lse)
-                    what = {"head_dim": head_dim, "config": place, "shape": shape, "mask": str(spec), "dtype": str(dtype)}
+                    what = {**_sizes(pair), "config": place, "shape": shape, "mask": str(spec), "dtype": str(dtype)}
                     judge({**what, "sm_scale": scale, **_errors(o, lse, *truth, dtype)})
         for guard in GUARDS:
-            q, k, v = _tensors(guard.shape, head_dim, BF16, "cuda")
+            q, k, v = _tensors(guard.shape, pair, BF16, "cuda")
             guard.change(q, k, v)
             problem, truth = Problem.bind(q, k, v, guard.spec), reference(q, k, v, guard.spec)
             for place, config in enumerate(configs):
-                o, lse = _outputs(q)
+                o, lse = _outputs(q, v)
                 raised = _run(problem, config, q, k, v, o, lse)
-                row = {"head_dim": head_dim, "config": place, "input": guard.name, **_errors(o, lse, *truth, BF16)}
+                row = {**_sizes(pair), "config": place, "input": guard.name, **_errors(o, lse, *truth, BF16)}
                 wrong_flag = config.guarded and raised != guard.raises
                 judge({**row, "raised": raised, "ok": row["ok"] and not wrong_flag and _at_rest()})
         for place, config in enumerate(configs):
             if config.dynamic:
-                judge({"head_dim": head_dim, "config": place, "input": "graph", "ok": _graph_is_right(head_dim, config)})
-                judge({"head_dim": head_dim, "config": place, "input": "streams", "ok": _streams_are_right(head_dim, config)})
+                judge({**_sizes(pair), "config": place, "input": "graph", "ok": _graph_is_right(pair, config)})
+                judge({**_sizes(pair), "config": place, "input": "streams", "ok": _streams_are_right(pair, config)})
     return rows
 
 
-def _calm_and_wild(head_dim: int, count: int) -> list[tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+def _calm_and_wild(pair: Pair, count: int) -> list[tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     """Inputs and truths, in turn such as leave the flag alone and such as raise it."""
     out = []
     for i in range(count):
-        q, k, v = _tensors(SQUARE, head_dim, BF16, "cuda")
+        q, k, v = _tensors(SQUARE, pair, BF16, "cuda")
         if i % 2:
             _slope(q, k, v)
         out.append(([q, k, v], reference(q, k, v, Spec())))
     return out
 
 
-def _graph_is_right(head_dim: int, config: HopperConfig) -> bool:
+def _graph_is_right(pair: Pair, config: HopperConfig) -> bool:
     """A captured call, replayed on inputs that raise the flag and on inputs that do not."""
-    inputs = _calm_and_wild(head_dim, 4)
+    inputs = _calm_and_wild(pair, 4)
     q, k, v = (t.clone() for t in inputs[0][0])
-    o, lse = _outputs(q)
+    o, lse = _outputs(q, v)
     problem = Problem.bind(q, k, v, Spec())
     _run(problem, config, q, k, v, o, lse)  # compiled and loaded before the capture
     torch.cuda.synchronize()
@@ -252,10 +258,10 @@ def _graph_is_right(head_dim: int, config: HopperConfig) -> bool:
     return right
 
 
-def _streams_are_right(head_dim: int, config: HopperConfig) -> bool:
+def _streams_are_right(pair: Pair, config: HopperConfig) -> bool:
     """Four streams at once, two with inputs that raise the flag."""
-    inputs = _calm_and_wild(head_dim, 4)
-    outputs = [_outputs(q) for (q, _, _), _ in inputs]
+    inputs = _calm_and_wild(pair, 4)
+    outputs = [_outputs(q, v) for (q, _, v), _ in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     for _ in range(10):
@@ -271,18 +277,18 @@ def _streams_are_right(head_dim: int, config: HopperConfig) -> bool:
 def time_all(deadline: float) -> list[dict[str, Any]]:
     """Medians at every point for every config that may run there, until the deadline."""
     rows = []
-    for head_dim, spec, seqlen in _points():
-        batch, heads = 16384 // seqlen, 2048 // head_dim
-        q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), head_dim, BF16, "cuda")
-        o, lse = _outputs(q)
+    for pair, spec, seqlen in _points():
+        batch, heads = 16384 // seqlen, 2048 // pair[1]
+        q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), pair, BF16, "cuda")
+        o, lse = _outputs(q, v)
         problem = Problem.bind(q, k, v, spec)
-        flop = 4 * batch * heads * seqlen * seqlen * head_dim * (0.5 if spec.upper is not None else 1)
-        for place, config in enumerate(CHOICES[head_dim]):
+        flop = 2 * batch * heads * seqlen * seqlen * sum(pair) * (0.5 if spec.upper is not None else 1)
+        for place, config in enumerate(CHOICES[pair]):
             if illegal(problem, config) is None and time.time() < deadline:
                 launches = hopper.launches_fwd(problem, config, q, k, v, o, lse)
                 time.sleep(0.05)
                 ms = do_bench(lambda: [launch.run() for launch in launches], warmup=10, rep=50, return_mode="median")  # noqa: B023
-                row = {"head_dim": head_dim, "causal": spec.upper is not None, "seqlen": seqlen, "config": place}
+                row = {**_sizes(pair), "causal": spec.upper is not None, "seqlen": seqlen, "config": place}
                 rows.append({**row, "ms": round(ms, 5), "tflops": round(flop / ms / 1e9)})
                 print(rows[-1], flush=True)
     return rows

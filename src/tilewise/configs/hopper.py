@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters of the ``hopper`` backend's forward kernel, by head_dim."""
+"""Tile sizes and launch parameters of the ``hopper`` backend's forward kernel, by head_dim and head_dim_v."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "illegal", "lookup", "shared_memory", "suits_guard"]
+__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "columns", "illegal", "lookup", "shared_memory", "suits_guard"]
 
 # Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
 _REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 32), (2, 2): (104, 32)}
@@ -43,17 +43,17 @@ LEAST_GUARDED_WORK = 1 << 33
 FORMS = {False: ("careful",), True: ("hasty", "redo")}
 
 
-
 def _both(*sizes: int, **flags: bool) -> tuple[HopperConfig, HopperConfig]:
     """A dynamic config, careful and guarded."""
     careful = HopperConfig(*sizes, overlap=flags.get("overlap", True), dynamic=True)
     return careful, dataclasses.replace(careful, guarded=True)
 
 
-# By head_dim: what may run, to be timed against one another (``benchmarks/hopper.py --every``). ``lookup`` picks from the first.
+# By (head_dim, head_dim_v): what may run, to be timed against one another (``benchmarks/hopper.py --every``). ``lookup`` picks
+# from the first PICKED.
 PICKED = 3
-CHOICES: dict[int, tuple[HopperConfig, ...]] = {
-    64: (
+CHOICES: dict[tuple[int, int], tuple[HopperConfig, ...]] = {
+    (64, 64): (
         HopperConfig(256, 64, 4, 1, False, False),
         *_both(256, 64, 4, 2, overlap=False),
         *_both(256, 64, 4, 2),
@@ -62,15 +62,24 @@ CHOICES: dict[int, tuple[HopperConfig, ...]] = {
         HopperConfig(192, 128, 2, 2, False, True, True),
         HopperConfig(128, 64, 3, 1, False, True, True, 2),
     ),
-    128: (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 2), *_both(192, 64, 3, 2), *_both(128, 64, 4, 2)),
-    256: (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
+    (96, 96): (HopperConfig(128, 128, 3, 1, True, False), *_both(128, 128, 3, 2), *_both(192, 64, 4, 2)),
+    (128, 128): (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 2), *_both(192, 64, 3, 2), *_both(128, 64, 4, 2)),
+    (192, 128): (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 1), *_both(128, 64, 3, 2)),
+    (192, 192): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 2)),
+    (256, 256): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
 }
+
+
+def columns(size: int) -> int:
+    """Columns of a chunk: the largest power of two that divides ``size``, a head_dim."""
+    return size & -size
 
 
 def shared_memory(problem: Problem, config: HopperConfig) -> int:
     """Bytes of shared memory: the query tiles, the stages of keys and values, and 1 KB for barriers and alignment."""
-    rows = config.q_slots * config.block_m + config.stages * 2 * config.block_n
-    return rows * problem.head_dim * problem.itemsize + 1024
+    queries = config.q_slots * config.block_m * problem.head_dim
+    keys = config.stages * config.block_n * (problem.head_dim + problem.head_dim_v)
+    return (queries + keys) * problem.itemsize + 1024
 
 
 def illegal(problem: Problem, config: HopperConfig) -> str | None:
@@ -106,7 +115,7 @@ def suits_guard(problem: Problem) -> bool:
 def lookup(problem: Problem) -> HopperConfig:
     """The config for this problem: a program a tile while the tiles are few; guarded where that is legal, pays and suits."""
     p = problem
-    static, careful, guarded = CHOICES[p.head_dim][:PICKED]
+    static, careful, guarded = CHOICES[p.head_dim, p.head_dim_v][:PICKED]
     if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
         return static
     work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...configs.hopper import FORMS, HopperConfig, lookup
+from ...configs.hopper import FORMS, HopperConfig, columns, lookup
 from ...problem import Problem
 from ..launching import Launch
 from . import fwd
@@ -38,7 +38,7 @@ def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, t
     qk_scale2 = p.sm_scale * LOG2_E
     numbers = (
         *(qk_scale2, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
-        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
     )
     options = {
         "HAS_UPPER": has_upper,
@@ -47,6 +47,7 @@ def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, t
         "SCALED_FIRST": qk_scale2 < SMALLEST_SCALE,
         "LONGEST": longest(p, False),
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -93,7 +94,8 @@ def launches_fwd(
     """
     # A careful kernel in static order looks neither at the counter nor at the flag.
     counter = _counter(q.device) if config.dynamic or config.guarded else lse
-    tiles = (tile(q, 64), tile(k, config.block_n), tile(v, config.block_n), tile(o, 64))
+    width, width_v = columns(problem.head_dim), columns(problem.head_dim_v)
+    tiles = (tile(q, 64, width), tile(k, config.block_n, width), tile(v, config.block_n, width_v), tile(o, 64, min(width, width_v)))
     launches = []
     for form in FORMS[config.guarded]:
         programs, numbers, options = _settings(problem, config, form)

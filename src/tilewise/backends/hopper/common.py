@@ -16,13 +16,16 @@ LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
 L2_BUDGET = 40 << 20
 _TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+_NARROW_LAYOUT = gl.NVMMASharedLayout(64, 16, 4)  # 32 columns
 
 
-def tile(t: torch.Tensor, rows: int) -> Any:
-    """A descriptor of tiles of ``rows`` rows of one head."""
+def tile(t: torch.Tensor, rows: int, width: int | None = None) -> Any:
+    """A descriptor of tiles of ``rows`` rows of one head and ``width`` columns (default: all)."""
+    columns = width or t.shape[-1]
+    layout = _TILE_LAYOUT if columns >= 64 else _NARROW_LAYOUT
     # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
     strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[-1]], _TILE_LAYOUT)
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns], layout)
 
 
 def together(heads: int, sharing: int, bytes_a_head: int) -> int:

@@ -63,29 +63,42 @@ def arrive_warp(barrier):
 
 @gluon.aggregate
 class Ring:
-    """Slots of shared memory, [SLOTS, rows, HEAD_DIM], between the producer and the consumers."""
+    """Slots of shared memory between the producer and the consumers.
 
-    tiles: gl.shared_memory_descriptor
+    A slot is a tile [rows, HEAD_DIM], or, where HEAD_DIM is no power of two, CHUNKS tiles of some columns each, one after another.
+    """
+
+    tiles: gl.shared_memory_descriptor  # [SLOTS * CHUNKS, rows, columns]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
+    CHUNKS: gl.constexpr
 
     @gluon.jit
     def fill(self, desc, batch, head, row, step):
         """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes."""
         slot = step % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
-        mbarrier.expect(self.full.index(slot), desc.block_type.nbytes)
-        tile = self.tiles.index(slot)
-        box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
-        tma.async_load(desc, [batch, head, row, 0], self.full.index(slot), box)
+        mbarrier.expect(self.full.index(slot), self.CHUNKS * desc.block_type.nbytes)
+        for c in gl.static_range(self.CHUNKS):
+            tile = self.tiles.index(slot * self.CHUNKS + c)
+            box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
+            tma.async_load(desc, [batch, head, row, c * tile.type.shape[1]], self.full.index(slot), box)
 
     @gluon.jit
     def take(self, step):
-        """Consumer: the tile of this step, once it is there."""
+        """Consumer: the tile of this step (the first of its chunks), once it is there."""
         slot = step % self.SLOTS
         wait(self.full.index(slot), (step // self.SLOTS) & 1)
-        return self.tiles.index(slot)
+        return self.tiles.index(slot * self.CHUNKS)
+
+    @gluon.jit
+    def take_chunks(self, step):
+        """Consumer: a tuple of the chunks of the tile of this step, once they are there."""
+        chunks = (self.take(step),)
+        for c in gl.static_range(1, self.CHUNKS):
+            chunks = chunks + (self.tiles.index(step % self.SLOTS * self.CHUNKS + c),)  # noqa: RUF005
+        return chunks
 
     @gluon.jit
     def release(self, step):
@@ -100,15 +113,17 @@ class Ring:
 
 @gluon.jit
 def make_ring(desc, ROWS_A_TILE: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring whose slots are empty again after RELEASES arrivals."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS_A_TILE, HEAD_DIM], LAYOUT)
+    """A ring whose slots are empty again after RELEASES arrivals. The descriptor's blocks are as wide as a chunk."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    CHUNKS: gl.constexpr = HEAD_DIM // COLUMNS
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128 if COLUMNS >= 64 else 64, 16, 2)
+    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * CHUNKS, ROWS_A_TILE, COLUMNS], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return Ring(tiles, full, empty, SLOTS)
+    return Ring(tiles, full, empty, SLOTS, CHUNKS)
 
 
 @gluon.constexpr_function
