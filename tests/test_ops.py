@@ -375,14 +375,14 @@ def test_calls_share_a_binding_only_if_their_alignment_agrees():
     assert aligned.data_ptr() % 16 == 0
     assert shifted.data_ptr() % 16 != 0
     arguments = ("full", None, None, "torch", "")
-    first, _ = ops._bind(aligned, aligned, aligned, *arguments)
-    again, _ = ops._bind(aligned, aligned, aligned, *arguments)
-    other, _ = ops._bind(aligned, shifted, aligned, *arguments)
+    first = ops._bind(aligned, aligned, aligned, *arguments)
+    again = ops._bind(aligned, aligned, aligned, *arguments)
+    other = ops._bind(aligned, shifted, aligned, *arguments)
     assert again is first
-    assert first.bulk
-    assert not other.bulk
-    scaled, _ = ops._bind(aligned, aligned, aligned, "full", 0.5, None, "torch", "")
-    assert scaled.sm_scale == 0.5
+    assert first.problem.bulk
+    assert not other.problem.bulk
+    scaled = ops._bind(aligned, aligned, aligned, "full", 0.5, None, "torch", "")
+    assert scaled.problem.sm_scale == 0.5
 
 
 def test_remembered_bindings_are_bounded(monkeypatch):

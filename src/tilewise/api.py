@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from .errors import InvalidInput
-from .ops import attention_op
+from .ops import attention_op, attention_plain, is_plain
 from .problem import Problem, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, table
 from .spec import Spec, spec_of
@@ -27,6 +27,16 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
+
+
+_WITHOUT_WINDOW = {False: str(spec_of(False, None, None)), True: str(spec_of(True, None, None))}
+
+
+def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, align: str | None) -> str:
+    """The string of the spec of these arguments, kept for those without a window."""
+    if window is None and align is None and (causal is False or causal is True):
+        return _WITHOUT_WINDOW[causal]
+    return str(spec_of(causal, window, align))
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,18 +140,23 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
-    mask = _spec(causal, window, align, spec)
+    plain = is_plain(q, k, v)
+    mask = _known_mask(causal, window, align) if plain and spec is None else str(_spec(causal, window, align, spec))
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
         raise InvalidInput(f"return_lse must be True or False, got {return_lse!r} of type {type(return_lse).__name__}.")
     # The dispatcher would turn a bool or a tensor into a float in silence, and refuse other kinds of tensors in words of its own.
-    check_kinds(q, k, v)
-    check_scale(sm_scale, 1)
+    if not plain:
+        check_kinds(q, k, v)
+    if sm_scale is not None:
+        check_scale(sm_scale, 1)
     if precision is not None:
         check_precision(precision, "float32")
-    q, k, v = _autocast(q, k, v)
-    o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend)
+    if not plain or torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    call = attention_plain if plain else attention_op
+    o, lse = call(q, k, v, mask, sm_scale, precision, backend)
     return (o, lse) if return_lse else o
 
 

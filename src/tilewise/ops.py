@@ -2,14 +2,16 @@
 
 The operators have fixed arity; the spec crosses as its string and gradients that nobody asked for come back with no elements.
 
-In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. Compiled and
-exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code
-does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
+In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
+(``is_plain``) skips the dispatcher, which would do nothing for it but call the operator's kernel. Compiled and exported graphs
+hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code does.
+``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
 derivatives, are refused with a clear error.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from .problem import Problem, check_precision, check_tensors, dtype_name, grad_l
 from .select import capability, choose
 from .spec import Spec
 
-__all__ = ["attention_op"]
+__all__ = ["attention_op", "attention_plain", "is_plain"]
 
 _LIB = torch.library.Library("tilewise", "DEF")
 _LIB.define(
@@ -35,7 +37,7 @@ _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
 
-# Real and fake kernels allocate through the same three functions, so their shapes, dtypes and strides agree.
+# Real and fake kernels allocate through the same functions, so their shapes, dtypes and strides agree.
 
 
 def _like(t: torch.Tensor, heads: int, last: int) -> torch.Tensor:
@@ -62,10 +64,9 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: st
 def _run(backend: str, problem: Problem, direction: str, *tensors: torch.Tensor | None) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
     work = getattr(module_of(backend), direction)
-    device = tensors[0].device.type  # type: ignore[union-attr]
     try:
-        if _autocasts(device):
-            with torch.autocast(device, enabled=False):
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(tensors[0].device.type, enabled=False):  # type: ignore[union-attr]
                 work(problem, *tensors)
         else:
             work(problem, *tensors)
@@ -78,22 +79,43 @@ def _run(backend: str, problem: Problem, direction: str, *tensors: torch.Tensor 
         ) from error
 
 
-def _autocasts(device: str) -> bool:
-    return device in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device)
+@dataclass
+class _Binding:
+    """What is known of all calls with the same metadata: the problem, its backend, and the outputs once they were made."""
+
+    problem: Problem
+    backend: str
+    is_empty: bool
+    outputs: tuple[tuple[Any, ...], ...] | None = None  # size, stride and dtype of each
+
+    def empty_outputs(self, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.outputs is None:
+            o, lse = _empty_outputs(q, v)
+            self.outputs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (o, lse))
+            return o, lse
+        (size, stride, dtype), (lse_size, lse_stride, lse_dtype) = self.outputs
+        device = q.device
+        o = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return o, torch.empty_strided(lse_size, lse_stride, dtype=lse_dtype, device=device)
 
 
-_bound: dict[tuple[Any, ...], tuple[Problem, str]] = {}
+_bound: dict[tuple[Any, ...], _Binding] = {}
 _MOST_BOUND = 4096
 
 
-def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> tuple[Problem, str]:
-    """The problem of a call and its backend. Calls that agree in all metadata, addresses modulo 16 included, share one answer."""
-    metadata = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in (q, k, v, *also)]
-    key = (*metadata, spec, sm_scale, precision, backend, grad)
+def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> _Binding:
+    """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
+    key = (
+        *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
+        *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
+        *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
+        *(spec, sm_scale, precision, backend, grad),
+        *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
+    )
     found = _bound.get(key)
     if found is None:
         problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also)
-        found = problem, choose(problem, backend).backend
+        found = _Binding(problem, choose(problem, backend).backend, problem.is_empty)
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
         _bound[key] = found
@@ -101,23 +123,23 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> tuple[P
 
 
 def _forward(q, k, v, spec, sm_scale, precision, backend, grad):
-    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad)
-    o, lse = _empty_outputs(q, v)
-    if problem.is_empty:
+    bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad)
+    o, lse = bound.empty_outputs(q, v)
+    if bound.is_empty:
         return o.zero_(), lse.fill_(float("-inf"))
-    _run(chosen, problem, "forward", q, k, v, o, lse)
+    _run(bound.backend, bound.problem, "forward", q, k, v, o, lse)
     return o, lse
 
 
 def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad):
     if do is None:
         do = torch.zeros_like(o)
-    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o))
+    bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o))
     grads = _empty_gradients(q, k, v, grad)
-    if problem.is_empty:
+    if bound.is_empty:
         return tuple(t.zero_() for t in grads)
     wanted = (t if name in grad else None for name, t in zip("qkv", grads, strict=True))
-    _run(chosen, problem, "backward", do, dlse, q, k, v, o, lse, *wanted)
+    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, *wanted)
     return grads
 
 
@@ -242,12 +264,11 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> 
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator with its gradient."""
+    """The forward operator, or its kernel (``run``), with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            o, lse = _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+    def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad, run) -> Any:
+        o, lse = run(q, k, v, spec, sm_scale, precision, backend, grad)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.arguments = (spec, sm_scale, precision, backend)
         ctx.set_materialize_grads(False)
@@ -255,7 +276,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return _gradients(ctx, do, dlse)
+        return (*_gradients(ctx, do, dlse), None)
 
 
 class _AttentionFunctorch(torch.autograd.Function):
@@ -290,9 +311,13 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad):
     needs = torch.is_grad_enabled()
     grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
     if grad:
-        return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad)
+        return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad, _below_autograd)
+    return _below_autograd(q, k, v, spec, sm_scale, precision, backend, grad)
+
+
+def _below_autograd(*args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+        return _FORWARD(*args)
 
 
 _LIB.impl("attention_forward", _forward_autograd, "Autograd")
@@ -310,3 +335,59 @@ def attention_op(
         return _AttentionFunctorch.apply(*args)  # type: ignore[return-value]
     # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
     return _forward_autograd(*args)  # type: ignore[return-value]
+
+
+# A plain call: nothing stands between it and the operator's kernel. The dispatcher reads two sets of keys, that of each tensor and
+# that of the thread, and only these keys lead to the kernel alone. Whatever else may happen to a call has a key of its own:
+# functorch transforms, dispatch modes (fake tensors, functionalization, export, checkpointing policies), tracing, subclasses,
+# sparse, nested and quantized tensors, views that negate, tensors known to be zero, other devices.
+_PLAIN_TENSOR = frozenset(("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"))
+_PLAIN_THREAD = frozenset(("BackendSelect", "ADInplaceOrView"))
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_keys_of = torch._C._dispatch_keys
+_keys_of_thread = torch._C._dispatch_tls_local_include_set
+_plain_tensors: dict[int, bool] = {}
+_plain_threads: dict[int, bool] = {}
+
+
+def _judge(keys: Any, plain: frozenset[str], known: dict[int, bool]) -> bool:
+    """Are all of these keys plain? The answer is kept in ``known``."""
+    names = str(keys).removeprefix("DispatchKeySet(").removesuffix(")").split(", ")
+    answer = known[keys.raw_repr()] = plain.issuperset(names)
+    return answer
+
+
+def is_plain(q: Any, k: Any, v: Any) -> bool:
+    """May ``attention_plain`` take this call: dense tensors of their own type, and nobody who watches or changes operators?
+
+    Autocast must be applied before, as for ``attention_op``.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for t in (q, k, v):
+        if type(t) not in _PLAIN_TYPES:
+            return False
+        keys = _keys_of(t)
+        known = _plain_tensors.get(keys.raw_repr())
+        if not (_judge(keys, _PLAIN_TENSOR, _plain_tensors) if known is None else known):
+            return False
+    keys = _keys_of_thread()
+    known = _plain_threads.get(keys.raw_repr())
+    if not (_judge(keys, _PLAIN_THREAD, _plain_threads) if known is None else known):
+        return False
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # its table shows the operator
+    )
+
+
+def attention_plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention_op`` for a call that ``is_plain``."""
+    if torch.is_grad_enabled():
+        grad = grad_letters(q.requires_grad, k.requires_grad, v.requires_grad)
+        if grad:
+            return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad, _forward)  # type: ignore[return-value]
+    return _forward(q, k, v, spec, sm_scale, precision, backend, "")

@@ -108,7 +108,7 @@ def test_every_choice_was_compiled(reports, pair):
     seen = {(r["mask"], r["form"], r["dtype"], HopperConfig(*r["config"])) for r in reports if _pair(r) == pair}
     for place, config in enumerate(CHOICES[pair]):
         forms = FORMS[config.guarded]
-        wanted = {(mask, forms[0], "bfloat16", config) for mask in (MASKS if place < PICKED else ("full", "causal"))}
+        wanted = {(mask, forms[0], "bfloat16", config) for mask in (MASKS if place < PICKED[pair] else ("full", "causal"))}
         wanted |= {("causal", form, "bfloat16", config) for form in forms}
         wanted |= set() if config.guarded else {("causal", "careful", "float16", config)}
         assert wanted == {found for found in seen if found[3] == config}

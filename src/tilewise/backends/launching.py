@@ -1,11 +1,42 @@
-"""What the backends that launch kernels share."""
+"""What the backends that launch kernels share: launches as values, plans that keep compiled kernels.
+
+The ordinary road of a launch is ``kernel[grid](...)``. Triton then looks at every argument, to find the compiled kernel again, and
+builds descriptors: 20 to 50 us of host time, more than a short attention takes on the device. A ``Plan`` is what all launches of
+one problem have in common. Its first launch takes the ordinary road; later ones call the compiled kernel's launcher themselves,
+with nothing to fill in but addresses.
+
+Which compiled kernel a launch needs depends on the kernel, its constants and options, the blocks and layouts of its descriptors,
+the class of every integer (1, a multiple of 16, how wide; only how wide where the kernel says so), the dtype of every tensor and
+whether its address is a multiple of 16, and the device. All of these are in the key under which a compiled kernel is kept. What a
+kept launch does not do is left to the ordinary road: hooks, interpreted kernels, other processors than CUDA's, versions of Triton
+that were not read.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Launch"]
+import torch
+
+from ..arch import runtime
+
+__all__ = ["Launch", "Plan"]
+
+# Versions of Triton whose launch was read. Up to 3.6 the launcher is generated C code for each signature.
+KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
+UNIFORM = KNOWN[1:]
+_MOST_KEPT = 4096
+_MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
+
+_Kept = Callable[[int, list[int]], None]  # a launch with everything filled in but the stream and the addresses
+# Compiled kernels by what they were compiled for, with the way beneath their launchers.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @dataclass(frozen=True)
@@ -17,5 +48,288 @@ class Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
 
-    def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
+    def run(self) -> Any:
+        """Run it by the ordinary road; returns the compiled kernel."""
+        return self.kernel[self.grid](*self.args, **self.options)
+
+
+def _hooked(kernel: Any, knobs: Any) -> bool:
+    """Does anybody watch launches or change how kernels are compiled? Profilers do; only the ordinary road serves them."""
+    now = knobs.runtime
+    enter, leave = now.launch_enter_hook, now.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+        or kernel.pre_run_hooks
+        or now.debug
+        or getattr(now, "add_stages_inspection_hook", None) is not None
+        or "instrumentation_mode" in knobs.compilation.__dict__
+    )
+
+
+def class_of(value: Any, specialised: bool = True) -> Any:
+    """What Triton may compile a number for, or more. Values of one class always share a compiled kernel."""
+    if isinstance(value, tuple):
+        return tuple(class_of(v) for v in value)  # inside a tuple every number is specialised
+    if isinstance(value, float):
+        return "float"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value), value
+    width = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+    return (width, value == 1, value % 16 == 0) if specialised else width
+
+
+class _Tile:
+    """The part of a tensor descriptor that a launcher reads."""
+
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
+        self.base, self.shape, self.strides = base, shape, strides
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+def tile_strides(t: torch.Tensor) -> list[int]:
+    """The strides of a descriptor: that of a dim of size 1 is never used, but must be a multiple of 16 bytes like the others."""
+    outer = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return [*outer, 1]
+
+
+class Plan:
+    """The launches of one kernel for one problem: all that does not depend on where the tensors lie.
+
+    The arguments of the kernel are its tensors, the strides of those of them that are tiles read by pointers, ``numbers``, and
+    constants by name.
+
+    Args:
+        kernel: the Triton or Gluon function.
+        grid: the number of programs.
+        blocks: for each of the first tensors, which are tiles, the block that its descriptor copies, or None: it goes as a pointer
+            and its strides are passed. All of one sort.
+        numbers: the arguments after tensors and strides.
+        options: constants and launch options by name.
+        descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
+        layout: whatever else ``descriptor`` depends on; part of the key.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        blocks: tuple[tuple[int, ...] | None, ...],
+        numbers: tuple[Any, ...],
+        options: dict[str, Any],
+        descriptor: Callable[[torch.Tensor, list[int], list[int], list[int]], Any] | None = None,
+        layout: Any = None,
+    ):
+        self.kernel = kernel
+        self.grid = grid
+        self.blocks = blocks
+        self.numbers = numbers
+        self.options = options
+        self.descriptor = descriptor
+        self.layout = layout
+        self._by_pointers = None in blocks
+        software = runtime()
+        self.keeps = software.triton in KNOWN and not software.interpret and torch.version.hip is None
+        self._knobs: Any = None
+        if self.keeps:
+            import triton
+
+            self._knobs = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
+        # The compiled kernel beside the function that launches it: Triton unloads a kernel that nobody holds.
+        self._kept: dict[tuple[Any, ...], tuple[_Kept, Any]] = {}
+
+    def args(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The positional arguments of a launch with these tensors."""
+        tiles = tensors[: len(self.blocks)]
+        if self._by_pointers:
+            return (*tensors, *(t.stride() for t in tiles), *self.numbers)
+        make = self.descriptor
+        described = (make(t, list(t.shape), tile_strides(t), list(b)) for t, b in zip(tiles, self.blocks, strict=True))  # type: ignore[misc]
+        return (*described, *tensors[len(tiles) :], *self.numbers)
+
+    def launch(self, *tensors: torch.Tensor) -> Launch:
+        """The launch as a value."""
+        return Launch(self.kernel, self.grid, self.args(tensors), self.options)
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        """Launch, on the current stream of the device of the tensors."""
+        device = tensors[0].get_device()
+        if device >= 0 and device != _current_device():
+            with torch.cuda.device(device):
+                self.run(*tensors)
+            return
+        if device < 0 or not self.keeps or _hooked(self.kernel, self._knobs):
+            self.launch(*tensors).run()
+            return
+        addresses = [t.data_ptr() for t in tensors]
+        kind = (device, *[(t.dtype, t.stride(), a % 16) for t, a in zip(tensors, addresses)])  # noqa: B905 (they are as many)
+        kept = self._kept.get(kind) or self._find(kind, tensors)
+        if kept is not None:
+            kept[0](_current_stream(device), addresses)  # type: ignore[misc]
+
+    def _find(self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[_Kept, Any] | None:
+        """A kept launch for tensors of a new kind; None if there was none yet, and the ordinary road was taken."""
+        key = self._key(kind)
+        found = _compiled.get(key)
+        values = _values(self, tensors)
+        if found is None or values is None:
+            compiled = self.launch(*tensors).run()
+            if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+                if len(_compiled) >= _MOST_KEPT:
+                    _compiled.clear()
+                _compiled[key] = compiled, _direct(compiled, values, len(tensors)) if values else None
+            return None
+        compiled, direct = found
+        if direct is not None:
+            launch = _bind_direct(self.grid, compiled, direct, values, len(tensors))
+        else:
+            launch = _bind_launcher(self.grid, compiled, values, len(tensors))
+        if len(self._kept) >= _MOST_KINDS:
+            self._kept.clear()
+        self._kept[kind] = launch, compiled
+        return launch, compiled
+
+    def _key(self, kind: tuple[Any, ...]) -> tuple[Any, ...]:
+        device, *tensors = kind
+        strides = [class_of(tuple(stride)) for _, stride, _ in tensors[: len(self.blocks)]] if self._by_pointers else []
+        params = getattr(self.kernel, "params", ())
+        first = len(tensors) + len(strides)
+        spared = [getattr(p, "do_not_specialize", False) for p in params[first : first + len(self.numbers)]]
+        spared += [False] * (len(self.numbers) - len(spared))
+        return (
+            *(self.kernel, device, self.blocks, self.layout),
+            tuple((dtype, remainder == 0) for dtype, _, remainder in tensors),
+            tuple(strides),
+            tuple(class_of(n, not spare) for n, spare in zip(self.numbers, spared, strict=True)),
+            tuple((name, type(value), value) for name, value in self.options.items()),
+        )
+
+
+def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
+    """The arguments in the order of the kernel's parameters, constants included, with tiles instead of descriptors."""
+    tiles = tensors[: len(plan.blocks)]
+    if plan._by_pointers:
+        values: list[Any] = [*tensors, *(t.stride() for t in tiles), *plan.numbers]
+    else:
+        values = [_Tile(t, list(t.shape), tile_strides(t)) for t in tiles]
+        values += [*tensors[len(tiles) :], *plan.numbers]
+    rest = [p.name for p in plan.kernel.params][len(values) :]
+    if any(name not in plan.options for name in rest):
+        return None
+    return [*values, *(plan.options[name] for name in rest)]
+
+
+class _Address:
+    """What a launcher asks the base of a tile for."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tensors: int) -> _Kept:
+    """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
+    programs = (*grid, 1, 1)[:3]
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    forms = [(v.shape, v.strides) if isinstance(v, _Tile) else None for v in values[:tensors]]
+    after = values[tensors:]
+
+    def launch(stream: int, addresses: list[int]) -> None:
+        sources = [
+            address if form is None else _Tile(_Address(address), *form)  # type: ignore[arg-type]
+            for address, form in zip(addresses, forms)  # noqa: B905 (they are as many)
+        ]
+        run(*programs, stream, function, packed, None, None, None, *sources, *after)
+
+    return launch
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """The C function beneath a launcher. ``maps``: what the descriptor of each tile is encoded with, before its shape."""
+
+    call: Any
+    fill: Any
+    maps: tuple[tuple[Any, ...], ...]
+    flags: tuple[Any, Any]
+    annotations: Any
+    signature: Any
+
+
+_PLAIN_MAP = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
+
+
+def _direct(compiled: Any, values: list[Any], tensors: int) -> _Direct | None:
+    """The way beneath the launcher of a compiled kernel; None where anything is not as it was read."""
+    import triton
+
+    launcher, metadata = compiled.run, compiled.metadata
+    if runtime().triton not in UNIFORM or type(launcher).__name__ != "CudaLauncher" or getattr(launcher, "gsan_enabled", False):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    driver = sys.modules[type(launcher).__module__]
+    utils: Any = triton.runtime.driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
+    metas = list(getattr(metadata, "tensordesc_meta", None) or [])
+    if len(metas) != sum(isinstance(v, _Tile) for v in values):
+        return None
+    if any(set(m) - _PLAIN_MAP or m["fp4_padded"] or m.get("is_im2col", False) for m in metas):
+        return None
+    types = driver.TMA_DTYPE_DEVICE_TO_HOST
+    direct = _Direct(
+        utils.launch,
+        getattr(utils, "fill_tma_descriptor_tiled", None),
+        tuple((m["swizzle"], m["elem_size"], types[m["elem_type"]], m["block_size"]) for m in metas),
+        (launcher.launch_cooperative_grid, launcher.launch_pdl),
+        launcher.arg_annotations,
+        launcher.kernel_signature,
+    )
+    if metas:  # does Triton's own expansion give the same arguments, descriptors and addresses apart?
+        args, slots = _expanded(direct, values, tensors)
+        own = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, metadata.tensordesc_meta)(values)
+        filled = {at for _, at, _ in slots}
+        if len(own) != len(args) or any(
+            at not in filled and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(own, args, strict=True))
+        ):
+            return None
+    return direct
+
+
+def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[Any], list[tuple[int, int, tuple[Any, ...] | None]]]:
+    """The arguments of the C function with holes, and the holes: which address, where it goes, the rest of its descriptor."""
+    args: list[Any] = []
+    slots: list[tuple[int, int, tuple[Any, ...] | None]] = []
+    maps = iter(direct.maps)
+    for i, value in enumerate(values):
+        if isinstance(value, _Tile):
+            slots.append((i, len(args), (*next(maps), value.shape, value.strides, 0)))
+            args += [None, *value.shape, *value.strides]
+        elif i < tensors:
+            slots.append((i, len(args), None))
+            args.append(None)
+        else:
+            args.append(value)
+    return args, slots
+
+
+def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: list[Any], tensors: int) -> _Kept:
+    """A kept launch by the C function beneath the launcher."""
+    args, slots = _expanded(direct, values, tensors)
+    gx, gy, gz = (*grid, 1, 1)[:3]
+    function, packed = compiled.function, compiled.packed_metadata
+    call, fill, flags, annotations, signature = direct.call, direct.fill, direct.flags, direct.annotations, direct.signature
+
+    def launch(stream: int, addresses: list[int]) -> None:
+        filled = args.copy()
+        for i, at, rest in slots:
+            filled[at] = addresses[i] if rest is None else fill(addresses[i], *rest)
+        # The five that are None: metadata for hooks, the hooks before and after, and two pieces of scratch memory.
+        call(gx, gy, gz, stream, function, *flags, packed, None, None, None, None, None, annotations, signature, filled)
+
+    return launch

@@ -59,11 +59,13 @@ def tiles_of_consumer(
     return own_lo, free_lo, free_hi, own_hi
 
 
-def queries_of_program(key_lo, key_hi, q_pad, q_start, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
+def queries_of_program(
+    key_lo, key_hi, q_pad, q_start, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"  # noqa: F821, UP037
+):
     """The query tiles ``lo <= tile < hi`` that a program streams past its keys: at least one, which the mask hides if need be.
 
-    The plan transposed: ``kv <= q + upper`` bounds the queries from below, so the two bounds swap their roles. ``q_pad`` is the number
-    of queries rounded up to whole tiles: what lies past the end adds exact zeros, without a mask.
+    The plan transposed: ``kv <= q + upper`` bounds the queries from below, so the two bounds swap their roles. ``q_pad`` is the
+    number of queries rounded up to whole tiles: what lies past the end adds exact zeros, without a mask.
     """
     lo, _, _, hi = tile_range(key_lo, key_hi, q_pad, lower - q_start, upper + q_start, BLOCK, HAS_LOWER, HAS_UPPER)
     lo = min(lo, q_pad // BLOCK - 1)
@@ -71,8 +73,9 @@ def queries_of_program(key_lo, key_hi, q_pad, q_start, upper, lower, BLOCK: "con
 
 
 def queries_of_consumer(
-    key_lo, key_hi, lo, hi, seqlen_k, q_pad, q_start, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"  # noqa: F821, UP037
-):
+    key_lo, key_hi, lo, hi, seqlen_k, q_pad, q_start, upper, lower,
+    BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr",  # noqa: F821, UP037
+):  # fmt: skip
     """``(own_lo, free_lo, free_hi, own_hi)``: what the keys of one consumer see of the program's ``[lo, hi)``; at least one tile.
 
     Free tiles need no mask; keys past the end need one everywhere. A consumer that has no free tile calls all of its tiles masked

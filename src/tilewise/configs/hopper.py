@@ -49,21 +49,27 @@ def _both(*sizes: int, **flags: bool) -> tuple[HopperConfig, HopperConfig]:
     return careful, dataclasses.replace(careful, guarded=True)
 
 
-# By (head_dim, head_dim_v): what may run, to be timed against one another (``benchmarks/hopper.py --every``). ``lookup`` picks
-# from the first PICKED.
-PICKED = 3
+# By (head_dim, head_dim_v): what may run, to be timed against one another (``benchmarks/hopper.py --every``). The first PICKED are
+# those that ``lookup`` takes: a program a tile, careful, guarded, then guarded ones for the lengths where they were the fastest.
+PICKED = {(64, 64): 5, (96, 96): 3, (128, 128): 4, (192, 128): 3, (192, 192): 3, (256, 256): 3}
 CHOICES: dict[tuple[int, int], tuple[HopperConfig, ...]] = {
     (64, 64): (
         HopperConfig(256, 64, 4, 1, False, False),
         *_both(256, 64, 4, 2, overlap=False),
+        HopperConfig(128, 64, 3, 1, False, True, True, 2),
+        HopperConfig(192, 128, 2, 2, False, True, True),
         *_both(256, 64, 4, 2),
         *_both(192, 128, 2, 2),
         *_both(128, 128, 4, 2),
-        HopperConfig(192, 128, 2, 2, False, True, True),
-        HopperConfig(128, 64, 3, 1, False, True, True, 2),
     ),
     (96, 96): (HopperConfig(128, 128, 3, 1, True, False), *_both(128, 128, 3, 2), *_both(192, 64, 4, 2)),
-    (128, 128): (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 2), *_both(192, 64, 3, 2), *_both(128, 64, 4, 2)),
+    (128, 128): (
+        HopperConfig(128, 128, 2, 1, True, False),
+        *_both(128, 128, 2, 2),
+        HopperConfig(128, 64, 4, 2, True, True, True),
+        HopperConfig(128, 64, 4, 2, True, True),
+        *_both(192, 64, 3, 2),
+    ),
     (192, 128): (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 1), *_both(128, 64, 3, 2)),
     (192, 192): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 2)),
     (256, 256): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
@@ -112,12 +118,30 @@ def suits_guard(problem: Problem) -> bool:
     return not (has_lower and (last - lower >= p.seqlen_k or (has_upper and upper < -lower)))
 
 
+def _guarded_place(problem: Problem) -> int:
+    """Which of CHOICES was the fastest for a long call: with an upper bound, whose tiles are of all lengths, and without."""
+    p = problem
+    _, _, has_upper, _ = p.bounds
+    if p.head_dim == 64:
+        if has_upper:
+            return 3 if p.seqlen_k < 8192 else 2
+        return 2 if p.seqlen_k < 8192 else 4
+    if p.head_dim == 128:
+        return 3 if has_upper and p.seqlen_k < 2048 else 2
+    if p.head_dim == 256:
+        return 2 if has_upper or p.seqlen_k >= 8192 else 1
+    return 2
+
+
 def lookup(problem: Problem) -> HopperConfig:
     """The config for this problem: a program a tile while the tiles are few; guarded where that is legal, pays and suits."""
     p = problem
-    static, careful, guarded = CHOICES[p.head_dim, p.head_dim_v][:PICKED]
+    static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
     if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
         return static
     work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
-    long = work >= LEAST_GUARDED_WORK and suits_guard(p)
-    return guarded if long and illegal(p, guarded) is None else careful
+    if work >= LEAST_GUARDED_WORK and suits_guard(p):
+        picked = CHOICES[p.head_dim, p.head_dim_v][_guarded_place(p)]
+        if illegal(p, picked) is None:
+            return picked
+    return careful

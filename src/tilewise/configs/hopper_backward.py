@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["ADDING", "DKDV", "DQ", "KeysConfig", "QueriesConfig", "illegal", "lookup_adding", "lookup_dkdv", "lookup_dq", "padded_rows", "shared_memory"]
+__all__ = ["DKDV", "DQ", "KeysConfig", "QueriesConfig", "illegal", "lookup_dkdv", "lookup_dq", "padded_rows", "shared_memory"]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
 
 
 @dataclass(frozen=True)
 class KeysConfig:
-    """The kernel that holds keys and makes dk and dv. ``block_n`` keys a program: 128, or 64 in the form for head_dim 256, in which
-    one warpgroup hands p to the next through ``p_slots`` slots; ``block_m`` queries a tile; ``stages`` slots of queries. ``adds``: a
-    third warpgroup adds dq up in memory."""
+    """The kernel that holds keys and makes dk and dv. ``block_n`` keys a program, 64 for each consumer; ``block_m`` queries a tile;
+    ``stages`` slots of queries. In the form for head_dim 256 one warpgroup makes dv of 64 keys, and hands p through ``p_slots``
+    slots to another, which makes dk."""
 
     block_m: int
     block_n: int
@@ -23,13 +23,12 @@ class KeysConfig:
     consumer_registers: int
     feeder_registers: int
     p_slots: int = 0
-    adds: bool = False
 
 
 @dataclass(frozen=True)
 class QueriesConfig:
-    """The kernel that holds ``block_m`` queries, 64 for each consumer, and makes dq. ``overlap``: the product of one tile of keys is
-    made below those of the next."""
+    """The kernel that holds ``block_m`` queries, 64 for each consumer, and makes dq. ``overlap``: the product of one tile of keys
+    is made below those of the next."""
 
     block_m: int
     block_n: int
@@ -42,20 +41,14 @@ class QueriesConfig:
 
 # By head_dim. The first is the default.
 DKDV: dict[int, tuple[KeysConfig, ...]] = {
-    64: (KeysConfig(128, 128, 3, 240, 24), KeysConfig(64, 128, 4, 240, 24)),
+    64: (KeysConfig(64, 192, 4, 160, 32), KeysConfig(64, 128, 4, 240, 24), KeysConfig(128, 128, 3, 240, 24)),
     128: (KeysConfig(64, 128, 3, 240, 24), KeysConfig(64, 128, 2, 240, 24)),
     256: (KeysConfig(64, 64, 2, 240, 24, 2), KeysConfig(64, 64, 2, 240, 24, 1)),
 }
-# The same with dq, whose last bits then depend on the order of the adds.
-ADDING: dict[int, tuple[KeysConfig, ...]] = {
-    64: (KeysConfig(128, 128, 2, 216, 72, adds=True), KeysConfig(64, 128, 3, 216, 72, adds=True)),
-    128: (KeysConfig(64, 128, 2, 216, 72, adds=True),),
-}
 DQ: dict[int, tuple[QueriesConfig, ...]] = {
     64: (
-        QueriesConfig(128, 128, 4, 4, True, 240, 24),
-        QueriesConfig(192, 64, 4, 4, True, 160, 32),
         QueriesConfig(192, 64, 4, 4, False, 160, 32),
+        QueriesConfig(192, 64, 4, 4, True, 160, 32),
         QueriesConfig(128, 128, 4, 4, False, 240, 24),
     ),
     128: (
@@ -78,15 +71,13 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig) -> int:
     if isinstance(config, QueriesConfig):
         return (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row + _BARRIERS
     streamed = config.stages * config.block_m * (2 * row + 8)
-    handed = 64 * config.block_m * problem.itemsize
-    adding = 4 * handed + 64 * 64 * 4 if config.adds else 0
-    return 2 * config.block_n * row + streamed + config.p_slots * handed + adding + _BARRIERS
+    return 2 * config.block_n * row + streamed + config.p_slots * 64 * config.block_m * problem.itemsize + _BARRIERS
 
 
 def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
     keys = isinstance(config, KeysConfig)
-    blocks = {"block_m": (64, 128), "block_n": (64, 128)} if keys else {"block_m": (128, 192), "block_n": (32, 64, 128)}
+    blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)} if keys else {"block_m": (128, 192), "block_n": (32, 64, 128)}
     for name, legal in blocks.items():
         if getattr(config, name) not in legal:
             return f"{name} is {getattr(config, name)}, expected {' or '.join(map(str, legal))}"
@@ -99,11 +90,6 @@ def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     return DKDV[problem.head_dim][0]
-
-
-def lookup_adding(problem: Problem) -> KeysConfig | None:
-    """The config of the kernel that makes all three gradients, where that is the fastest; None where two kernels are."""
-    return None
 
 
 def lookup_dq(problem: Problem) -> QueriesConfig:

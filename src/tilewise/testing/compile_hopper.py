@@ -111,7 +111,7 @@ def problems(head_dims: list[tuple[int, int]], every: bool) -> Iterator[tuple[st
     for head_dim, head_dim_v in head_dims:
         for place, config in enumerate(CHOICES[head_dim, head_dim_v]):
             for mask, words in MASKS.items():
-                if place >= PICKED and mask not in ("full", "causal") and not every:
+                if place >= PICKED[head_dim, head_dim_v] and mask not in ("full", "causal") and not every:
                     continue
                 for dtype in ("bfloat16", "float16"):
                     if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 
 from ...configs.hopper import FORMS, HopperConfig, columns, lookup
 from ...problem import Problem
-from ..launching import Launch
+from ..launching import Launch, Plan
 from . import fwd
 from .bwd_launch import backward
-from .common import LOG2_E, longest, tile, together
+from .common import LOG2_E, longest, plan, together
 
 __all__ = ["backward", "forward", "launches_fwd"]
 
@@ -26,8 +25,7 @@ SMALLEST_SCALE = 1e-30
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """``(programs, numbers, options)`` of a launch: all that does not depend on where the tensors lie."""
+def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
     p = problem
     if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
         config = dataclasses.replace(config, dynamic=True, resident=1)
@@ -63,7 +61,11 @@ def _settings(problem: Problem, config: HopperConfig, form: str) -> tuple[int, t
     }
     if config.resident > 1:
         options["maxnreg"] = 65536 // (config.resident * 32 * (config.block_m // 16 + 4)) // 8 * 8
-    return (min(tiles, config.resident * p.arch.multiprocessors) if config.dynamic else tiles), numbers, options
+    programs = min(tiles, config.resident * p.arch.multiprocessors) if config.dynamic else tiles
+    width, width_v = columns(p.head_dim), columns(p.head_dim_v)
+    tiles = ((64, width), (config.block_n, width), (config.block_n, width_v), (64, min(width, width_v)))
+    blocks = tuple((1, 1, *tile) for tile in tiles)
+    return plan(fwd._fwd_kernel, programs, blocks, numbers, options)
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
@@ -85,26 +87,26 @@ def _counter(device: torch.device) -> torch.Tensor:
     return found
 
 
-def launches_fwd(
-    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> tuple[Launch, ...]:
-    """The launches of one call, in this order, by the forms in ``FORMS``.
+def _plans(problem: Problem, config: HopperConfig, lse: torch.Tensor) -> tuple[tuple[Plan, ...], torch.Tensor]:
+    """The plans of one call, by the forms in ``FORMS``, and its counter.
 
     "careful"; or "hasty", which raises the flag if its result may be wrong, and "redo", careful, which works only if that is up.
     """
     # A careful kernel in static order looks neither at the counter nor at the flag.
-    counter = _counter(q.device) if config.dynamic or config.guarded else lse
-    width, width_v = columns(problem.head_dim), columns(problem.head_dim_v)
-    tiles = (tile(q, 64, width), tile(k, config.block_n, width), tile(v, config.block_n, width_v), tile(o, 64, min(width, width_v)))
-    launches = []
-    for form in FORMS[config.guarded]:
-        programs, numbers, options = _settings(problem, config, form)
-        launches.append(Launch(fwd._fwd_kernel, (programs,), (*tiles, lse, counter, *numbers), options))
-    return tuple(launches)
+    counter = _counter(lse.device) if config.dynamic or config.guarded else lse
+    return tuple(_fwd_plan(problem, config, form) for form in FORMS[config.guarded]), counter
+
+
+def launches_fwd(
+    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+) -> tuple[Launch, ...]:
+    """The launches of one call, in this order."""
+    plans, counter = _plans(problem, config, lse)
+    return tuple(each.launch(q, k, v, o, lse, counter) for each in plans)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    with torch.cuda.device_of(q):
-        for launch in launches_fwd(problem, lookup(problem), q, k, v, o, lse):
-            launch.run()
+    plans, counter = _plans(problem, lookup(problem), lse)
+    for each in plans:
+        each.run(q, k, v, o, lse, counter)

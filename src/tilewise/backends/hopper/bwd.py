@@ -1,30 +1,27 @@
-"""Backward: ``dk`` and ``dv`` of BLOCK_N = 128 keys of one head of keys; also ``dq``, added up in memory, if ADDS.
+"""Backward: ``dk`` and ``dv`` of BLOCK_N keys of one head of keys, 64 for each consumer, streaming the queries that see them.
 
 With ``p = exp2(s2 - lse2)`` recomputed under the same mask and ``delta = sum_d do * o - dlse`` for each row,
 
     dv = p^T do        dp = do v^T        ds = p (dp - delta)        dk = sm_scale ds^T q        dq = sm_scale ds k
 
-Partitions: two consumers of 64 keys each, and a feeder that copies tiles of queries past them (with ADDS a whole warpgroup, which
-also makes dq). Everything is transposed: rows are keys, columns are queries, so that p^T and ds^T are register operands as they come
-out of the products before. The scores of the next tile are issued before the work on this one ends.
+Partitions: BLOCK_N / 64 consumers, and a feeder that copies tiles of queries past them. Everything is transposed: rows are keys,
+columns are queries, so that p^T and ds^T are register operands as they come out of the products before. The scores of the next tile
+are issued before the work on this one ends.
 
 The rows arrive with their tiles: ``lse2``, +inf for a row that saw no key or lies past the end (every p of it is an exact zero, so
 ragged queries need no mask), and ``-delta``, from which the accumulator of dp starts.
 
-Arrivals that complete a phase of each barrier, with W = 4 warps a consumer:
+Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     keys, values         full: 1 (bytes), once
-    queries, gradients   full: 1 (bytes)   empty: 2 W, each warp after its last read of the tile
-    ds (ADDS)            full: 2 W, each warp after its last write   empty: W, each warp of the adder
-    left (ADDS)          2 W: both consumers are done with the tiles of queries
+    queries, gradients   full: 1 (bytes)   empty: C * W, each warp after its last read of the tile
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd_add import WIDTH, adder
-from .bwd_parts import Keys, feed_all, hidden, make_ds_ring, make_row_ring, packed, product_with, rows_of, write_tile
-from .parts import ROWS, WARPS, arrive_warp, wait
+from .bwd_parts import Keys, feed_all, hidden, make_row_ring, packed, product_with, rows_of, write_tile
+from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
@@ -38,7 +35,7 @@ def _scores(k_tile, q_tile, zeros):
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, more, C: gl.constexpr, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, m_block, key_row, qk_scale2,
+    s, dk, dv, step, more, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row, qk_scale2,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
@@ -66,8 +63,6 @@ def _step(
     if more:
         q_ring.arrived(step + 1)
     s_next = _scores(k_tile, q_ring.tile(step + 1), zeros)
-    if keys.ADDS:
-        ds_ring.put(step, C, ds)
     if keys.NEED_DK:
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
     q_ring.release(step)
@@ -77,33 +72,31 @@ def _step(
 
 @gluon.jit
 def _steps(
-    first, last, own_hi, s, dk, dv, step, C: gl.constexpr, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, key_row, qk_scale2,
+    first, last, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row, qk_scale2,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     for m_block in range(first, last):
         s, dk, dv, step = _step(
-            s, dk, dv, step, m_block + 1 < own_hi, C, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, m_block, key_row,
+            s, dk, dv, step, m_block + 1 < own_hi, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row,
             qk_scale2, MASKED, P_LAYOUT,
         )  # fmt: skip
     return s, dk, dv, step
 
 
 @gluon.jit
-def _pass_over(count, step, C: gl.constexpr, keys, q_ring, do_ring, ds_ring, zeros):
+def _pass_over(count, step, q_ring, do_ring):
     """Let ``count`` tiles go by that do not see this consumer's keys."""
     for _ in range(count):
         q_ring.arrived(step)
         q_ring.release(step)
         do_ring.arrived(step)
         do_ring.release(step)
-        if keys.ADDS:
-            ds_ring.put(step, C, zeros.to(q_ring.tiles.dtype))
         step += 1
     return step
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale):
+def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -111,9 +104,6 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
     key_row = start_n + C * ROWS
     lo, hi = keys.tiles(start_n)
     own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
-    if keys.ADDS:
-        own_lo = lo
-        own_hi = hi
     k_tile = k_tiles.index(C)
     v_tile = v_tiles.index(C)
     dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
@@ -123,83 +113,67 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
     wait(kv_full.index(0), 0)
     wait(kv_full.index(1), 0)
     for _ in range(keys.group):
-        if not keys.ADDS:
-            step = _pass_over(own_lo - lo, step, C, keys, q_ring, do_ring, ds_ring, zeros)
+        step = _pass_over(own_lo - lo, step, q_ring, do_ring)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, C, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
                 qk_scale2, True, P_LAYOUT,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, C, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
             qk_scale2, False, P_LAYOUT,
         )  # fmt: skip
         if keys.HAS_LOWER or keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, C, keys, k_tile, v_tile, q_ring, do_ring, ds_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
                 qk_scale2, True, P_LAYOUT,
             )  # fmt: skip
-        if not keys.ADDS:
-            step = _pass_over(hi - own_hi, step, C, keys, q_ring, do_ring, ds_ring, zeros)
-    if keys.ADDS:
-        # The adder still reads the keys, so dk leaves through a slot of queries.
-        arrive_warp(left)
-        wait(left, 0)
-        dk_tile = q_ring.tiles.index(C)
-    else:
-        dk_tile = k_tile
+        step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = keys.place()
     if keys.NEED_DV:
         write_tile(dv, dv_desc, v_tile, batch, head_kv, start_n + C * ROWS)
     if keys.NEED_DK:
-        write_tile(dk * sm_scale, dk_desc, dk_tile, batch, head_kv, start_n + C * ROWS)
+        write_tile(dk * sm_scale, dk_desc, k_tile, batch, head_kv, start_n + C * ROWS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
-    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, dq_ptr, qk_scale2, sm_scale,
+    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, qk_scale2, sm_scale,
     heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
-    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, ADDS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = k_desc.dtype
+    CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, ROWS, HEAD_DIM], K_LAYOUT)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, ROWS, HEAD_DIM], K_LAYOUT)
-    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, 2 * WARPS)
-    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, 2 * WARPS)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
+    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
-    mbarrier.init(left, count=2 * WARPS)
     keys = Keys(
         n_blocks, heads_total, heads_together, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
-        BLOCK_M, 2 * ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, ADDS,
+        BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV,
     )  # fmt: skip
-    if ADDS:
-        ds_ring = make_ds_ring(DTYPE, BLOCK_M, 2)
-        stage = gl.allocate_shared_memory(gl.float32, [ROWS, WIDTH], gl.NVMMASharedLayout(0, 32, 2))
-    else:
-        ds_ring = q_ring
-        stage = left
-    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
-    if ADDS:
-        gl.warp_specialize(
-            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (adder, copies + (ds_ring, dq_ptr, stage))],
-            [WARPS, WARPS],
-            [CONSUMER_REGISTERS, FEEDER_REGISTERS],
-        )
-    else:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (feed_all, copies)],
             [WARPS, 1],
             [CONSUMER_REGISTERS, FEEDER_REGISTERS],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3, "a program has two or three consumers")
+        gl.warp_specialize(
+            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (feed_all, copies)],
+            [WARPS, WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, FEEDER_REGISTERS],
         )

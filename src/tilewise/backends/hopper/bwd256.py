@@ -182,7 +182,7 @@ def _dkdv256_kernel(
     mbarrier.init(kv_full.index(1), count=1)
     keys = Keys(
         n_blocks, heads_total, heads_together, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
-        BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, False,
+        BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV,
     )  # fmt: skip
     tiles = (k_tiles.index(0), v_tiles.index(0), kv_full, q_ring, do_ring, p_ring)
     gl.warp_specialize(

@@ -15,14 +15,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import ROWS, TICKETS, WARPS, Work, make_ring, masked, wait
+from .parts import ROWS, WARPS, Work, make_ring, masked, wait
 
 # Kernel arguments that never enter a compile key.
-LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower", "m_blocks", "heads_total", "heads_together")
+LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower")
+LENGTHS += ("m_blocks", "heads_total", "heads_together")
 
 
 @gluon.jit
-def _producer(work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring):
+def _producer(
+    work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring
+):
     batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
     for c in gl.static_range(work.CONSUMERS):
         full = resident.index(c)
@@ -66,7 +69,9 @@ def _pass_over(count, step, k_ring, v_ring):
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring):
+def _consumer(
+    C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring,
+):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)

@@ -1,50 +1,35 @@
-"""The launches of the Hopper backward pass: numbers of the rows, dk and dv by a kernel that holds keys, dq by one that holds queries."""
+"""The launches of the Hopper backward pass: lse2 and delta of the rows, dk and dv by a kernel that holds keys, dq by one that holds
+queries."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...configs.hopper_backward import KeysConfig, QueriesConfig, lookup_adding, lookup_dkdv, lookup_dq, padded_rows
+from ...configs.hopper_backward import KeysConfig, QueriesConfig, lookup_dkdv, lookup_dq, padded_rows
 from ...problem import Problem
-from ..launching import Launch
+from ..launching import Launch, Plan
 from . import bwd, bwd256, bwd_dq, bwd_rows
-from .common import LOG2_E, longest, tile, together
+from .common import LOG2_E, longest, plan, together
 
-__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_gather", "launch_rows"]
-
-_ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
-
-
-def launch_rows(
-    problem: Problem,
-    o: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    lse: torch.Tensor,
-    lse2: torch.Tensor,
-    minus_delta: torch.Tensor,
-    sums: torch.Tensor | None,
-) -> Launch:
-    p = problem
-    block_dv = 1 << (p.head_dim_v - 1).bit_length()
-    block_m = max(16, min(128, 8192 // block_dv))
-    q_pad = lse2.shape[-1]
-    m_blocks = q_pad // block_m
-    tensors = (o, do, lse if dlse is None else dlse, lse, lse2, minus_delta, lse2 if sums is None else sums)
-    numbers = (tuple(o.stride()[:3]), tuple(do.stride()[:3]), p.heads_q, p.seqlen_q, q_pad, m_blocks)
-    options = {"HAS_DLSE": dlse is not None, "ZEROES": sums is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m}
-    options |= {"BLOCK_DV": block_dv, "HEAD_DIM": p.head_dim, "num_warps": 4, "enable_fp_fusion": True}
-    return Launch(bwd_rows._rows_kernel, (m_blocks * p.batch * p.heads_q,), (*tensors, *numbers), options)
+__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_rows"]
 
 
 @functools.lru_cache(maxsize=4096)
-def _keys_settings(problem: Problem, config: KeysConfig) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """``(programs, numbers, options)`` of a launch over tiles of keys."""
+def _rows_plan(problem: Problem, has_dlse: bool) -> Plan:
+    p = problem
+    block_dv = 1 << (p.head_dim_v - 1).bit_length()
+    block_m = max(16, min(128, 8192 // block_dv))
+    m_blocks = padded_rows(p) // block_m
+    numbers = (p.heads_q, p.seqlen_q, padded_rows(p), m_blocks)
+    options = {"HAS_DLSE": has_dlse, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
+    options |= {"num_warps": 4, "enable_fp_fusion": True}
+    return Plan(bwd_rows._rows_kernel, (m_blocks * p.batch * p.heads_q,), (None, None), numbers, options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool) -> Plan:
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     n_blocks = -(-p.seqlen_k // config.block_n)
@@ -59,6 +44,8 @@ def _keys_settings(problem: Problem, config: KeysConfig) -> tuple[int, tuple[Any
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
         "LONGEST": longest(p, keys=True),
+        "NEED_DK": need_dk,
+        "NEED_DV": need_dv,
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
@@ -67,43 +54,15 @@ def _keys_settings(problem: Problem, config: KeysConfig) -> tuple[int, tuple[Any
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
+    resident, streamed, rows = (1, 1, 64, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
+    blocks = (resident, resident, streamed, streamed, rows, rows, resident, resident)
     if config.p_slots:
-        options["P_SLOTS"] = config.p_slots
-    else:
-        options["ADDS"] = config.adds
-    return n_blocks * heads, numbers, options
-
-
-def launch_dkdv(
-    problem: Problem,
-    config: KeysConfig,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    lse2: torch.Tensor,
-    minus_delta: torch.Tensor,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    sums: torch.Tensor | None = None,
-) -> Launch:
-    programs, numbers, options = _keys_settings(problem, config)
-    rows = [
-        TensorDescriptor(t, [t.numel() // t.shape[-1], t.shape[-1]], [t.shape[-1], 1], [1, config.block_m], _ROWS_LAYOUT)
-        for t in (lse2, minus_delta)
-    ]
-    # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
-    outputs = (tile(k if dk is None else dk, 64), tile(v if dv is None else dv, 64))
-    tiles = (tile(k, 64), tile(v, 64), tile(q, config.block_m), tile(do, config.block_m), *rows, *outputs)
-    options = {**options, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
-    if config.p_slots:
-        return Launch(bwd256._dkdv256_kernel, (programs,), (*tiles, *numbers), options)
-    return Launch(bwd._dkdv_kernel, (programs,), (*tiles, lse2 if sums is None else sums, *numbers), options)
+        return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n})
 
 
 @functools.lru_cache(maxsize=4096)
-def _queries_settings(problem: Problem, config: QueriesConfig) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """``(programs, numbers, options)`` of a launch over tiles of queries."""
+def _dq_plan(problem: Problem, config: QueriesConfig) -> Plan:
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
@@ -128,7 +87,36 @@ def _queries_settings(problem: Problem, config: QueriesConfig) -> tuple[int, tup
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    return m_blocks * heads, numbers, options
+    resident, streamed = (1, 1, 64, p.head_dim), (1, 1, config.block_n, p.head_dim)
+    return plan(bwd_dq._dq_kernel, m_blocks * heads, (resident, streamed, streamed, resident, resident), numbers, options)
+
+
+def launch_rows(
+    problem: Problem,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    lse: torch.Tensor,
+    lse2: torch.Tensor,
+    minus_delta: torch.Tensor,
+) -> Launch:
+    return _rows_plan(problem, dlse is not None).launch(o, do, lse if dlse is None else dlse, lse, lse2, minus_delta)
+
+
+def launch_dkdv(
+    problem: Problem,
+    config: KeysConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse2: torch.Tensor,
+    minus_delta: torch.Tensor,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> Launch:
+    each = _dkdv_plan(problem, config, dk is not None, dv is not None)
+    return each.launch(k, v, q, do, lse2, minus_delta, k if dk is None else dk, v if dv is None else dv)
 
 
 def launch_dq(
@@ -142,18 +130,7 @@ def launch_dq(
     minus_delta: torch.Tensor,
     dq: torch.Tensor,
 ) -> Launch:
-    programs, numbers, options = _queries_settings(problem, config)
-    tiles = (tile(q, 64), tile(k, config.block_n), tile(v, config.block_n), tile(do, 64), tile(dq, 64))
-    return Launch(bwd_dq._dq_kernel, (programs,), (*tiles, lse2, minus_delta, *numbers), options)
-
-
-def launch_gather(problem: Problem, sums: torch.Tensor, dq: torch.Tensor) -> Launch:
-    p = problem
-    q_pad = padded_rows(p)
-    m_blocks = q_pad // 64
-    numbers = (p.sm_scale, tuple(dq.stride()[:3]), p.heads_q, p.seqlen_q, q_pad, m_blocks)
-    options = {"HEAD_DIM": p.head_dim, "WIDTH": 64, "num_warps": 4, "enable_fp_fusion": True}
-    return Launch(bwd_rows._gather_kernel, (m_blocks * p.batch * p.heads_q,), (sums, dq, *numbers), options)
+    return _dq_plan(problem, config).launch(q, k, v, do, dq, lse2, minus_delta)
 
 
 def backward(
@@ -171,17 +148,12 @@ def backward(
 ) -> None:
     """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
     p = problem
-    adding = lookup_adding(p) if dq is not None and dk is not None and dv is not None else None
-    with torch.cuda.device_of(q):
-        rows = p.batch * p.heads_q * padded_rows(p)
-        lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
-        sums = None if adding is None else torch.empty(rows * p.head_dim, dtype=torch.float32, device=q.device)
-        launch_rows(p, o, do, None if dlse is None else dlse.contiguous(), lse, lse2, minus_delta, sums).run()
-        if adding is not None:
-            launch_dkdv(p, adding, q, k, v, do, lse2, minus_delta, dk, dv, sums).run()
-            launch_gather(p, sums, dq).run()
-            return
-        if dk is not None or dv is not None:
-            launch_dkdv(p, lookup_dkdv(p), q, k, v, do, lse2, minus_delta, dk, dv).run()
-        if dq is not None:
-            launch_dq(p, lookup_dq(p), q, k, v, do, lse2, minus_delta, dq).run()
+    lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
+    gradient_of_lse = lse if dlse is None else dlse.contiguous()
+    _rows_plan(p, dlse is not None).run(o, do, gradient_of_lse, lse, lse2, minus_delta)
+    if dk is not None or dv is not None:
+        # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
+        outputs = (k if dk is None else dk, v if dv is None else dv)
+        _dkdv_plan(p, lookup_dkdv(p), dk is not None, dv is not None).run(k, v, q, do, lse2, minus_delta, *outputs)
+    if dq is not None:
+        _dq_plan(p, lookup_dq(p)).run(q, k, v, do, dq, lse2, minus_delta)

@@ -1,16 +1,14 @@
-"""The named parts of the Hopper backward kernels: the keys of a program, rings of query tiles with their rows, the mask transposed."""
+"""The named parts of the Hopper backward kernels: the keys of a program, rings of query tiles with their rows, the mask."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .. import walk
-from .parts import ROWS, WARPS, _shared, allowed, arrive_warp, order, wait
+from .parts import ROWS, _shared, allowed, arrive_warp, order, wait
 
 queries_of_program = _shared(walk.queries_of_program)
 queries_of_consumer = _shared(walk.queries_of_consumer)
-
-KEYS = gl.constexpr(128)  # of a program: two consumers of ROWS keys
 
 
 @gluon.jit
@@ -52,7 +50,6 @@ class Keys:
     LONGEST: gl.constexpr
     NEED_DK: gl.constexpr
     NEED_DV: gl.constexpr
-    ADDS: gl.constexpr  # this kernel makes dq too
 
     @gluon.jit
     def place(self):
@@ -152,35 +149,6 @@ def first_tiles(desc, batch, head, row, tiles, full):
         tma.async_load(desc, [batch, head, row + c * tile.type.shape[0], 0], full, box)
 
 
-@gluon.aggregate
-class DsRing:
-    """Slots of ds^T, [ROWS keys, BLOCK_M queries] from each of the two consumers, on their way to the adder."""
-
-    tiles: gl.shared_memory_descriptor  # [2 * SLOTS, ROWS, BLOCK_M]
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    SLOTS: gl.constexpr
-
-    @gluon.jit
-    def put(self, step, C: gl.constexpr, ds):
-        slot = step % self.SLOTS
-        wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
-        self.tiles.index(slot * 2 + C).store(ds)
-        fence_async_shared()
-        publish(self.full.index(slot))
-
-
-@gluon.jit
-def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr):
-    tiles = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=2 * WARPS)
-        mbarrier.init(empty.index(i), count=WARPS)
-    return DsRing(tiles, full, empty, SLOTS)
-
-
 @gluon.jit
 def hidden(p, keys, m_block, key_row):
     """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``parts.masked``."""
@@ -272,8 +240,9 @@ def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_til
     for member in range(keys.group):
         head = head_kv * keys.group + member
         for m_block in range(lo, hi):
-            feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, step)
+            # In the order in which slots come free.
             feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, step)
+            feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, step)
             step += 1
 
 

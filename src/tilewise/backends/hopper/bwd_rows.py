@@ -14,11 +14,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=("heads_q", "seqlen_q", "q_pad", "m_blocks"))
 def _rows_kernel(
-    o_ptr, do_ptr, dlse_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
-    HAS_DLSE: tl.constexpr, ZEROES: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, lse2_ptr, delta_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
+    HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows, one head after the other. ZEROES: also set the float32 copy of dq to 0."""
+    """Grid: tiles of rows, one head after the other."""
     index = tl.program_id(0)
     head_index = index // m_blocks
     start_m = (index - head_index * m_blocks) * BLOCK_M
@@ -41,27 +40,3 @@ def _rows_kernel(
     padded = head_index.to(tl.int64) * q_pad + offs_m
     tl.store(lse2_ptr + padded, tl.where(empty, float("inf"), lse * LOG2_E))
     tl.store(delta_ptr + padded, tl.where(empty, 0.0, -delta))
-    if ZEROES:
-        offs = tl.arange(0, BLOCK_M * HEAD_DIM)
-        tl.store(dq_ptr + (head_index.to(tl.int64) * q_pad + start_m) * HEAD_DIM + offs, tl.zeros([BLOCK_M * HEAD_DIM], tl.float32))
-
-
-@triton.jit(do_not_specialize=("heads_q", "seqlen_q", "q_pad", "m_blocks"))
-def _gather_kernel(
-    sums_ptr, dq_ptr, sm_scale, dq_strides, heads_q, seqlen_q, q_pad, m_blocks, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """dq from the sums that ``bwd_add`` left in the order of accumulators. Grid: 64 rows of one head each."""
-    index = tl.program_id(0)
-    head_index = index // m_blocks
-    start_m = (index - head_index * m_blocks) * 64
-    batch = (head_index // heads_q).to(tl.int64)
-    head = (head_index % heads_q).to(tl.int64)
-    row = tl.arange(0, 64)
-    col = tl.arange(0, HEAD_DIM)
-    first = (head_index.to(tl.int64) * q_pad + start_m) * HEAD_DIM
-    x = tl.load(sums_ptr + first + tl.arange(0, 64 * HEAD_DIM)) * sm_scale
-    # As an accumulator lies: slice, eight columns, warp, row of eight, pair of columns, half of sixteen rows, column of the pair.
-    x = tl.reshape(x, [HEAD_DIM // WIDTH, WIDTH // 8, 4, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [64, HEAD_DIM])
-    out = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + (start_m + row).to(tl.int64)[:, None] * dq_strides[2]
-    tl.store(out + col[None, :], x.to(dq_ptr.dtype.element_ty), mask=(start_m + row < seqlen_q)[:, None])

@@ -1,4 +1,4 @@
-"""What the launches of the Hopper kernels share: descriptors of tiles, and the order of the work."""
+"""What the launches of the Hopper kernels share: plans with descriptors, and the order of the work."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
+from ..launching import Plan
 
-__all__ = ["LOG2_E", "longest", "tile", "together"]
+__all__ = ["LOG2_E", "descriptor", "longest", "plan", "together"]
 
 LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
 L2_BUDGET = 40 << 20
 _TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-_NARROW_LAYOUT = gl.NVMMASharedLayout(64, 16, 4)  # 32 columns
+_NARROW_LAYOUT = gl.NVMMASharedLayout(64, 16, 4)  # of 32 columns
+_ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
-def tile(t: torch.Tensor, rows: int, width: int | None = None) -> Any:
-    """A descriptor of tiles of ``rows`` rows of one head and ``width`` columns (default: all)."""
-    columns = width or t.shape[-1]
-    layout = _TILE_LAYOUT if columns >= 64 else _NARROW_LAYOUT
-    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
-    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns], layout)
+def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """A descriptor of tiles [1, 1, rows, columns], swizzled, or of float32 numbers of rows [1, rows]."""
+    layout = _ROWS_LAYOUT if len(block) == 2 else _TILE_LAYOUT if block[-1] >= 64 else _NARROW_LAYOUT
+    return TensorDescriptor(t, shape, strides, block, layout)
+
+
+def plan(
+    kernel: Any, programs: int, blocks: tuple[tuple[int, ...], ...], numbers: tuple[Any, ...], options: dict[str, Any]
+) -> Plan:
+    """The launches of a kernel in a grid of one dim. ``blocks``: of the descriptors of its first tensors."""
+    return Plan(kernel, (programs,), blocks, numbers, options, descriptor, "hopper")
 
 
 def together(heads: int, sharing: int, bytes_a_head: int) -> int:

@@ -74,14 +74,14 @@ def _add_product(p, v, acc):
     """Issue acc + p v, a tuple of [ROWS, columns] with a product for each chunk of v, without waiting for it."""
     out = ()
     for c in gl.static_range(len(v)):
-        out = out + (warpgroup_mma(p, v[c], acc[c], is_async=True),)  # noqa: RUF005
+        out = out + (warpgroup_mma(p, v[c], acc[c], is_async=True),)
     return out
 
 
 @gluon.jit
 def _wait_for_products(p, acc):
     """``(p, acc)`` once all products are made; p is an operand of the last and is kept until then."""
-    done = warpgroup_mma_wait(0, deps=(p,) + acc)  # noqa: RUF005
+    done = warpgroup_mma_wait(0, deps=(p,) + acc)
     return done[0], done[1:]
 
 
@@ -89,7 +89,7 @@ def _wait_for_products(p, acc):
 def _rescale_all(acc, alpha):
     out = ()
     for c in gl.static_range(len(acc)):
-        out = out + (rescale(acc[c], alpha),)  # noqa: RUF005
+        out = out + (rescale(acc[c], alpha),)
     return out
 
 
@@ -281,7 +281,7 @@ def _fwd_kernel(
     )  # fmt: skip
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(
-        [  # noqa: RUF005
+        [
             (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
             (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
             (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),

@@ -97,7 +97,7 @@ class Ring:
         """Consumer: a tuple of the chunks of the tile of this step, once they are there."""
         chunks = (self.take(step),)
         for c in gl.static_range(1, self.CHUNKS):
-            chunks = chunks + (self.tiles.index(step % self.SLOTS * self.CHUNKS + c),)  # noqa: RUF005
+            chunks = chunks + (self.tiles.index(step % self.SLOTS * self.CHUNKS + c),)
         return chunks
 
     @gluon.jit

@@ -1,7 +1,7 @@
 """Portable Triton kernels, and the launches that bind a problem's tensors to them.
 
-A ``Launch`` is a value: the kernel, its grid and its arguments. ``forward`` and ``backward`` make launches and run them; the
-compile-only tests make the same launches and compile them for a device that is not there.
+``forward`` and ``backward`` look up the plan of each kernel, which keeps what it compiled, and run it on their tensors; the
+compile-only tests turn the same plans into ``Launch`` values and compile them for a device that is not there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ... import configs
 from ...configs import Config, padded
 from ...problem import Problem
-from ..launching import Launch
+from ..launching import Launch, Plan
 from . import bwd, fwd
 
 __all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
@@ -27,13 +27,19 @@ _GRID_LIMIT = 65_535  # of the second and third dim of a grid
 _DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
-def _tile(problem: Problem, t: torch.Tensor, rows: int) -> tuple[Any, tuple[int, ...]]:
-    """``(source, strides)`` for tiles of ``rows`` rows of ``t``: a descriptor, or the tensor with its strides."""
+def _plan(
+    problem: Problem,
+    kernel: Any,
+    grid: tuple[int, ...],
+    tiles: tuple[tuple[int, int], ...],
+    numbers: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Plan:
+    """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides."""
     if not _bulk(problem):
-        return t, tuple(t.stride())
-    # The stride of a dim of size 1 is never used, but it must be a multiple of 16 bytes like the others.
-    strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, padded(t.shape[-1])]), (0, 0, 0, 0)
+        return Plan(kernel, grid, (None,) * len(tiles), numbers, options)
+    blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
+    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *numbers), options, TensorDescriptor)
 
 
 def _bulk(problem: Problem) -> bool:
@@ -88,34 +94,69 @@ def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tu
     return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
+def _columns(problem: Problem, names: str) -> tuple[int, ...]:
+    """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do."""
+    return tuple(padded(problem.head_dim if name == "q" else problem.head_dim_v) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fwd_plan(problem: Problem, config: Config) -> Plan:
+    p = problem
+    grid, scalars, options = _settings(p, config, False)
+    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
+    numbers = (*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m))
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, {**options, "NEGATIVE": p.sm_scale < 0})
+
+
+@functools.lru_cache(maxsize=4096)
+def _delta_plan(problem: Problem, has_dlse: bool) -> Plan:
+    p = problem
+    block_dv = padded(p.head_dim_v)
+    block_m = max(16, 4096 // block_dv)
+    m_blocks = triton.cdiv(p.seqlen_q, block_m)
+    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
+    options = {"FLAT": flat, "HAS_DLSE": has_dlse, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
+    options |= {"num_warps": 4, "enable_fp_fusion": True}
+    return Plan(bwd._delta_kernel, grid, (None, None), (p.heads_q, p.seqlen_q, m_blocks), options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dkdv_plan(problem: Problem, config: Config, need_dk: bool, need_dv: bool) -> Plan:
+    p = problem
+    grid, scalars, options = _settings(p, config, True)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
+    tiles = tuple(zip(rows, _columns(p, "qqvvqv"), strict=True))
+    numbers = (*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n))
+    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, {**options, "NEED_DK": need_dk, "NEED_DV": need_dv})
+
+
+@functools.lru_cache(maxsize=4096)
+def _dq_plan(problem: Problem, config: Config) -> Plan:
+    p = problem
+    grid, scalars, options = _settings(p, config, False)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
+    tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
+    numbers = (*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m))
+    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, options)
+
+
 def launch_fwd(
     problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Launch:
-    p = problem
-    grid, scalars, options = _settings(p, config, False)
-    rows = (config.block_m, config.block_n, config.block_n, config.block_m)
-    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
-    args = (
-        *(source for source, _ in tiles),
-        lse,
-        *(strides for _, strides in tiles),
-        *(*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m)),
-    )
-    return Launch(fwd._fwd_kernel, grid, args, {**options, "NEGATIVE": p.sm_scale < 0})
+    return _fwd_plan(problem, config).launch(q, k, v, o, lse)
 
 
 def launch_delta(
     problem: Problem, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
 ) -> Launch:
-    p = problem
-    block_dv = padded(p.head_dim_v)
-    block_m = max(16, 4096 // block_dv)
-    m_blocks = triton.cdiv(p.seqlen_q, block_m)
-    rows = (lse if dlse is None else dlse, lse, delta)
-    args = (o, do, *rows, tuple(o.stride()), tuple(do.stride()), p.heads_q, p.seqlen_q, m_blocks)
-    grid, flat = _grid(m_blocks, p.heads_q, p.batch)
-    options = {"FLAT": flat, "HAS_DLSE": dlse is not None, "HEAD_DIM_V": p.head_dim_v, "BLOCK_M": block_m, "BLOCK_DV": block_dv}
-    return Launch(bwd._delta_kernel, grid, args, {**options, "num_warps": 4, "enable_fp_fusion": True})
+    return _delta_plan(problem, dlse is not None).launch(o, do, lse if dlse is None else dlse, lse, delta)
+
+
+def _outputs(
+    k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor | None, dv: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A gradient that nobody asked for gets its input in its place; the kernel does not touch it."""
+    return (k if dk is None else dk, v if dv is None else dv)
 
 
 def launch_dkdv(
@@ -130,19 +171,8 @@ def launch_dkdv(
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
 ) -> Launch:
-    p = problem
-    grid, scalars, options = _settings(p, config, True)
-    # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
-    outputs = (k if dk is None else dk, v if dv is None else dv)
-    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
-    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, *outputs), rows, strict=True)]
-    args = (
-        *(source for source, _ in tiles),
-        *(lse, delta),
-        *(strides for _, strides in tiles),
-        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
-    )
-    return Launch(bwd._dkdv_kernel, grid, args, {**options, "NEED_DK": dk is not None, "NEED_DV": dv is not None})
+    plan = _dkdv_plan(problem, config, dk is not None, dv is not None)
+    return plan.launch(q, k, v, do, *_outputs(k, v, dk, dv), lse, delta)
 
 
 def launch_dq(
@@ -156,23 +186,12 @@ def launch_dq(
     delta: torch.Tensor,
     dq: torch.Tensor,
 ) -> Launch:
-    p = problem
-    grid, scalars, options = _settings(p, config, False)
-    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
-    args = (
-        *(source for source, _ in tiles),
-        *(lse, delta),
-        *(strides for _, strides in tiles),
-        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
-    )
-    return Launch(bwd._dq_kernel, grid, args, options)
+    return _dq_plan(problem, config).launch(q, k, v, do, dq, lse, delta)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    with torch.cuda.device_of(q):
-        launch_fwd(problem, configs.lookup(problem, "fwd"), q, k, v, o, lse).run()
+    _fwd_plan(problem, configs.lookup(problem, "fwd")).run(q, k, v, o, lse)
 
 
 def backward(
@@ -189,14 +208,14 @@ def backward(
     dv: torch.Tensor | None,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
-    with torch.cuda.device_of(q):
-        # delta has no use for dv alone, but then it only has to be readable memory.
-        delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
-        if delta is not lse:
-            launch_delta(problem, o, do, None if dlse is None else dlse.contiguous(), lse, delta).run()
-        together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
-        for name, dk_out, dv_out in together:
-            if dk_out is not None or dv_out is not None:
-                launch_dkdv(problem, configs.lookup(problem, name), q, k, v, do, lse, delta, dk_out, dv_out).run()
-        if dq is not None:
-            launch_dq(problem, configs.lookup(problem, "dq"), q, k, v, do, lse, delta, dq).run()
+    # delta has no use for dv alone, but then it only has to be readable memory.
+    delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
+    if delta is not lse:
+        _delta_plan(problem, dlse is not None).run(o, do, lse if dlse is None else dlse.contiguous(), lse, delta)
+    together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
+    for name, dk_out, dv_out in together:
+        if dk_out is not None or dv_out is not None:
+            plan = _dkdv_plan(problem, configs.lookup(problem, name), dk_out is not None, dv_out is not None)
+            plan.run(q, k, v, do, *_outputs(k, v, dk_out, dv_out), lse, delta)
+    if dq is not None:
+        _dq_plan(problem, configs.lookup(problem, "dq")).run(q, k, v, do, dq, lse, delta)
