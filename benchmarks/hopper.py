@@ -44,6 +44,9 @@ CHECKS += [
     ((1, 2, 2, 70, 200), causal(), BF16, 0.0, False),
     ((3, 16, 4, 1111, 1111), causal(), BF16, None, False),
     ((2, 40, 8, 640, 2048), window(700, 0), BF16, None, False),
+    ((32, 32, 8, 20, 700), causal(), BF16, None, True),  # heads of a group that share their tiles of queries
+    ((20, 32, 2, 3, 500), Spec(), FP16, None, False),
+    ((32, 16, 8, 70, 320), window(64, 3), BF16, None, False),
 ]
 
 

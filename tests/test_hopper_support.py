@@ -10,7 +10,7 @@ from tilewise.arch import ARCHS, Runtime
 from tilewise.backends.walk import tiles_of_consumer, tiles_of_program
 from tilewise.bodies import allowed
 from tilewise.capabilities import CAPABILITIES, refuse
-from tilewise.configs.hopper import CHOICES, PICKED, HopperConfig, columns, illegal, lookup, shared_memory, suits_guard
+from tilewise.configs.hopper import CHOICES, PICKED, HopperConfig, columns, illegal, lookup, packs, shared_memory, suits_guard
 from tilewise.problem import Problem
 from tilewise.select import choose
 from tilewise.spec import Spec
@@ -163,6 +163,22 @@ def test_a_guard_is_advised_where_the_first_tile_serves_every_row():
 def test_an_illegal_config_is_named(change, word):
     problem = _problem("seqlen=64 head_dim=256 arch=sm_90")
     assert word in illegal(problem, dataclasses.replace(CHOICES[256, 256][0], **change))
+
+
+@pytest.mark.parametrize(
+    "text, pack",
+    [
+        ("batch=64 heads=32/8 seqlen=20x4000", 4),
+        ("batch=64 heads=32/4 seqlen=1x4000", 8),
+        ("batch=64 heads=32/8 seqlen=1024", 1),  # whole tiles either way
+        ("batch=1 heads=32/8 seqlen=20x4000", 1),  # fewer programs than multiprocessors either way
+        ("batch=64 heads=24/8 seqlen=20x4000", 1),  # three heads do not share 64 rows evenly
+        ("batch=64 heads=8/8 seqlen=20x4000", 1),
+    ],
+)
+def test_heads_of_a_group_are_packed_where_that_saves_tiles(text, pack):
+    problem = _problem(f"{text} head_dim=128 arch=sm_90")
+    assert packs(problem, CHOICES[128, 128][1]) == pack
 
 
 def test_shared_memory_counts_queries_and_stages():

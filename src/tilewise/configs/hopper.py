@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "columns", "illegal", "lookup", "shared_memory", "suits_guard"]
+__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "columns", "illegal", "lookup", "packs", "shared_memory", "suits_guard"]
 
 # Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
 _REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 32), (2, 2): (104, 32)}
@@ -62,7 +63,7 @@ CHOICES: dict[tuple[int, int], tuple[HopperConfig, ...]] = {
         *_both(192, 128, 2, 2),
         *_both(128, 128, 4, 2),
     ),
-    (96, 96): (HopperConfig(128, 128, 3, 1, True, False), *_both(128, 128, 3, 2), *_both(192, 64, 4, 2)),
+    (96, 96): (HopperConfig(128, 128, 3, 1, True, False), *_both(192, 64, 4, 2), *_both(128, 128, 3, 2)),
     (128, 128): (
         HopperConfig(128, 128, 2, 1, True, False),
         *_both(128, 128, 2, 2),
@@ -103,6 +104,20 @@ def illegal(problem: Problem, config: HopperConfig) -> str | None:
     if need > problem.arch.shared_memory:
         return f"it needs {need} bytes of shared memory, {problem.arch.name} has {problem.arch.shared_memory}"
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def packs(problem: Problem, config: HopperConfig) -> int:
+    """How many query heads of a group are worked on as one: all of them where that saves a tenth of the tiles, or none (1).
+
+    Less tiles than multiprocessors save nothing: each would only take longer.
+    """
+    p = problem
+    if p.group not in (2, 4, 8, 16, 32, 64):
+        return 1
+    apart = p.batch * p.heads_q * -(-p.seqlen_q // config.block_m)
+    packed = p.batch * p.heads_kv * -(-p.seqlen_q * p.group // config.block_m)
+    return p.group if max(packed, p.arch.multiprocessors) <= 0.9 * apart else 1
 
 
 def suits_guard(problem: Problem) -> bool:

@@ -16,14 +16,12 @@ __all__ = ["LOG2_E", "descriptor", "longest", "plan", "together"]
 LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
 L2_BUDGET = 40 << 20
-_TILE_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-_NARROW_LAYOUT = gl.NVMMASharedLayout(64, 16, 4)  # of 32 columns
 _ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
 def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A descriptor of tiles [1, 1, rows, columns], swizzled, or of float32 numbers of rows [1, rows]."""
-    layout = _ROWS_LAYOUT if len(block) == 2 else _TILE_LAYOUT if block[-1] >= 64 else _NARROW_LAYOUT
+    """A descriptor of tiles [1, 1, ..., columns], swizzled by the bytes of a row up to 128, or of float32 numbers [1, rows]."""
+    layout = _ROWS_LAYOUT if len(block) == 2 else gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
     return TensorDescriptor(t, shape, strides, block, layout)
 
 

@@ -33,7 +33,7 @@ def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k
     """
     batch, head, start_m, lo, hi = work.locate(index)
     for c in gl.static_range(work.CONSUMERS):
-        q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
+        q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c, work.PACK)
     head_kv = head // group
     count = hi - lo
     for j in range(count):
@@ -167,7 +167,8 @@ def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_L
 
     A part of acc passes through the chunk of q that has its columns, or, if it is twice as wide, through two.
     """
-    COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
+    PACK: gl.constexpr = work.PACK
     HALVES: gl.constexpr = acc[0].shape[1] // COLUMNS
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
     l_safe = gl.where(l_row == 0.0, 1.0, l_row)
@@ -184,11 +185,16 @@ def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_L
             q[c].store(o.to(o_desc.dtype))
     fence_async_shared()
     for c in gl.static_range(len(acc) * HALVES):
-        tma.async_store(o_desc, [batch, head, start_row, c * COLUMNS], q[c].reshape([1, 1, ROWS, COLUMNS]))
+        if PACK == 1:
+            tma.async_store(o_desc, [batch, head, start_row, c * COLUMNS], q[c].reshape([1, 1, ROWS, COLUMNS]))
+        else:
+            box = q[c].reshape([1, 1, ROWS // PACK, PACK, COLUMNS])
+            tma.async_store(o_desc, [batch, head, start_row // PACK, 0, c * COLUMNS], box)
     lse = gl.where(l_row == 0.0, -float("inf"), (m_i + gl.log2(l_safe)) * LN_2)
     rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     head_rows = (batch * work.heads_q + head).to(gl.int64) * work.seqlen_q
-    gl.store(lse_ptr + head_rows + rows, lse, mask=rows < work.seqlen_q)
+    places = rows if PACK == 1 else rows % PACK * (work.seqlen_q // PACK) + rows // PACK
+    gl.store(lse_ptr + head_rows + places, lse, mask=rows < work.seqlen_q)
     tma.store_wait(0)
 
 
@@ -262,7 +268,7 @@ def _fwd_kernel(
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, SCALED_FIRST: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr, OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PACK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
@@ -278,6 +284,7 @@ def _fwd_kernel(
     work = Work(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
+        PACK,
     )  # fmt: skip
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(
