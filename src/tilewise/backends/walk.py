@@ -68,8 +68,9 @@ def queries_of_program(
     number of queries rounded up to whole tiles: what lies past the end adds exact zeros, without a mask.
     """
     lo, _, _, hi = tile_range(key_lo, key_hi, q_pad, lower - q_start, upper + q_start, BLOCK, HAS_LOWER, HAS_UPPER)
-    lo = min(lo, q_pad // BLOCK - 1)
-    return lo, max(hi, lo + 1)
+    tiles = q_pad // BLOCK
+    lo = min(lo, tiles - 1)
+    return lo, max(min(hi, tiles), lo + 1)
 
 
 def queries_of_consumer(

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["DKDV", "DQ", "KeysConfig", "QueriesConfig", "illegal", "lookup_dkdv", "lookup_dq", "padded_rows", "shared_memory"]
+__all__ = [
+    "DKDV",
+    "DQ",
+    "KEPT",
+    "KeptConfig",
+    "KeysConfig",
+    "QueriesConfig",
+    "heads_kept",
+    "illegal",
+    "lookup_dkdv",
+    "lookup_dq",
+    "lookup_kept",
+    "padded_rows",
+    "shared_memory",
+]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
 
@@ -39,6 +53,16 @@ class QueriesConfig:
     producer_registers: int
 
 
+@dataclass(frozen=True)
+class KeptConfig:
+    """The kernel that makes dq of ``block_m`` queries, 64 for each consumer, from a ds in memory."""
+
+    block_m: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+
+
 # By head_dim. The first is the default.
 DKDV: dict[int, tuple[KeysConfig, ...]] = {
     64: (KeysConfig(64, 192, 4, 160, 32), KeysConfig(64, 128, 4, 240, 24), KeysConfig(128, 128, 3, 240, 24)),
@@ -58,6 +82,15 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
     ),
     256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
 }
+
+
+KEPT: dict[int, tuple[KeptConfig, ...]] = {
+    64: (KeptConfig(256, 4, 112, 32),),
+    128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
+    256: (KeptConfig(128, 3, 240, 24),),
+}
+# A ds in memory may take as many bytes as this many float32 copies of dq: linear in the length of a sequence.
+MOST_COPIES = 4
 
 
 def padded_rows(problem: Problem) -> int:
@@ -95,3 +128,26 @@ def lookup_dkdv(problem: Problem) -> KeysConfig:
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
     return DQ[problem.head_dim][0]
+
+
+def lookup_kept(problem: Problem) -> KeptConfig:
+    """The config of the kernel that makes dq from a ds in memory."""
+    return KEPT[problem.head_dim][0]
+
+
+def heads_kept(problem: Problem) -> int:
+    """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
+
+    Only without a lower bound, since a band would fill little of its memory, and with an upper bound only where several heads fit:
+    the programs of one head have work of all lengths.
+    """
+    p = problem
+    _, _, has_upper, has_lower = p.bounds
+    if has_lower or p.head_dim == 64:
+        return 0
+    heads = p.batch * p.heads_kv
+    a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize
+    fit = min(heads, MOST_COPIES * 4 * p.batch * p.heads_q * padded_rows(p) * p.head_dim // a_head)
+    while fit and heads % fit:
+        fit -= 1
+    return fit if fit >= min(heads, 4 if has_upper else 1) else 0

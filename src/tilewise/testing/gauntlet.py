@@ -167,6 +167,12 @@ GAUNTLET: tuple[Entry, ...] = (
         causal("top_left"),
     ),
     Entry(
+        "unseen_keys",
+        "whole tiles of keys that no query sees: a walk that visits tiles of queries past the last one",
+        (1, 2, 2, 15, 700, 32, 32),
+        window(7, 0, align="top_left"),
+    ),
+    Entry(
         "thin_window",
         "a window that is off by one; a first tile without any key; no guard for a running maximum of -inf",
         (1, 2, 1, 150, 150, 16, 16),

@@ -20,11 +20,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd_parts import Keys, feed_all, hidden, make_row_ring, packed, product_with, rows_of, write_tile
+from .bwd_parts import KeptDs, Keys, feed_all, hidden, make_row_ring, packed, product_with, rows_of, write_tile
 from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
+LENGTHS += ("head_first",)
 
 
 @gluon.jit
@@ -35,7 +36,7 @@ def _scores(k_tile, q_tile, zeros):
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, more, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row, qk_scale2,
+    s, dk, dv, step, more, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row, qk_scale2, kept,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
@@ -63,6 +64,8 @@ def _step(
     if more:
         q_ring.arrived(step + 1)
     s_next = _scores(k_tile, q_ring.tile(step + 1), zeros)
+    if keys.KEEPS:
+        kept.put(ds, m_block)
     if keys.NEED_DK:
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
     q_ring.release(step)
@@ -72,13 +75,13 @@ def _step(
 
 @gluon.jit
 def _steps(
-    first, last, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row, qk_scale2,
+    first, last, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row, qk_scale2, kept,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     for m_block in range(first, last):
         s, dk, dv, step = _step(
             s, dk, dv, step, m_block + 1 < own_hi, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row,
-            qk_scale2, MASKED, P_LAYOUT,
+            qk_scale2, kept, MASKED, P_LAYOUT,
         )  # fmt: skip
     return s, dk, dv, step
 
@@ -96,7 +99,9 @@ def _pass_over(count, step, q_ring, do_ring):
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale):
+def _consumer(
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages
+):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -112,23 +117,28 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
     step = 0
     wait(kv_full.index(0), 0)
     wait(kv_full.index(1), 0)
-    for _ in range(keys.group):
+    for member in range(keys.group):
+        if keys.KEEPS:
+            head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
+            kept = KeptDs(ds_desc, stages.index(C), head, key_row)
+        else:
+            kept = key_row
         step = _pass_over(own_lo - lo, step, q_ring, do_ring)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
                 own_lo, free_lo, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                qk_scale2, True, P_LAYOUT,
+                qk_scale2, kept, True, P_LAYOUT,
             )  # fmt: skip
         s, dk, dv, step = _steps(
             free_lo, free_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-            qk_scale2, False, P_LAYOUT,
+            qk_scale2, kept, False, P_LAYOUT,
         )  # fmt: skip
         if keys.HAS_LOWER or keys.HAS_TAIL:
             s, dk, dv, step = _steps(
                 free_hi, own_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                qk_scale2, True, P_LAYOUT,
+                qk_scale2, kept, True, P_LAYOUT,
             )  # fmt: skip
         step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
@@ -142,10 +152,10 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
-    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, qk_scale2, sm_scale,
-    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together,
+    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, ds_desc, qk_scale2, sm_scale,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
-    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr,
+    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, KEEPS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -159,10 +169,14 @@ def _dkdv_kernel(
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     keys = Keys(
-        n_blocks, heads_total, heads_together, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
-        BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV,
+        n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
+        BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
     )  # fmt: skip
-    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale)
+    if KEEPS:
+        stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, BLOCK_M], K_LAYOUT)
+    else:
+        stages = k_tiles
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
     if CONSUMERS == 2:
         gl.warp_specialize(

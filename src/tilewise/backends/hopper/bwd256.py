@@ -14,11 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd_parts import Keys, feed_all, hidden, make_row_ring, publish, rounded, rows_of, write_tile
+from .bwd_parts import KeptDs, Keys, feed_all, hidden, make_row_ring, publish, rounded, rows_of, write_tile
 from .parts import ROWS, WARPS, arrive_warp, wait
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
+LENGTHS += ("head_first",)
 
 
 @gluon.aggregate
@@ -96,7 +97,7 @@ def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = keys.place()
     lo, hi = keys.tiles(start_n)
-    lo, free_lo, free_hi, hi = keys.own(start_n, lo, hi)
+    _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
     dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
@@ -124,7 +125,7 @@ def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring
 
 
 @gluon.jit
-def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, sm_scale):
+def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_desc, stage):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -132,6 +133,7 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
         batch, head_kv, start_n = keys.place()
         lo, hi = keys.tiles(start_n)
         total = (hi - lo) * keys.group
+        step = 0
         dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
         zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
         wait(kv_full.index(1), 0)
@@ -139,23 +141,30 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros + rows_of(do_ring, 0, S_LAYOUT)[None, :], is_async=True)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         do_ring.release(0)
-        for step in range(total):
-            p16 = p_ring.get(step, S_LAYOUT)
-            ds = (p16.to(gl.float32) * dp).to(v_tile.dtype)
-            p_ring.release(step)
-            q_tile = q_ring.take(step)
-            ds_operand = gl.convert_layout(ds, P_LAYOUT)
-            dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-            # The last one works on a slot that is being refilled, and nobody reads its result.
-            if step + 1 < total:
-                do_ring.arrived(step + 1)
-            minus_delta = rows_of(do_ring, step + 1, S_LAYOUT)
-            dp_next = warpgroup_mma(v_tile, do_ring.tile(step + 1).permute((1, 0)), zeros + minus_delta[None, :], is_async=True)
-            dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
-            q_ring.release(step)
-            dp = warpgroup_mma_wait(0, deps=(dp_next,))
-            if step + 1 < total:
-                do_ring.release(step + 1)
+        for member in range(keys.group):
+            if keys.KEEPS:
+                head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
+                kept = KeptDs(ds_desc, stage, head, start_n)
+            for m_block in range(lo, hi):
+                p16 = p_ring.get(step, S_LAYOUT)
+                ds = (p16.to(gl.float32) * dp).to(v_tile.dtype)
+                p_ring.release(step)
+                q_tile = q_ring.take(step)
+                ds_operand = gl.convert_layout(ds, P_LAYOUT)
+                dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
+                # The last one works on a slot that is being refilled, and nobody reads its result.
+                if step + 1 < total:
+                    do_ring.arrived(step + 1)
+                minus_delta = rows_of(do_ring, step + 1, S_LAYOUT)
+                dp_next = warpgroup_mma(v_tile, do_ring.tile(step + 1).permute((1, 0)), zeros + minus_delta[None, :], is_async=True)
+                if keys.KEEPS:
+                    kept.put(ds, m_block)
+                dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
+                q_ring.release(step)
+                dp = warpgroup_mma_wait(0, deps=(dp_next,))
+                if step + 1 < total:
+                    do_ring.release(step + 1)
+                step += 1
         batch, head_kv, start_n = keys.place()
         write_tile(dk * sm_scale, dk_desc, v_tile, batch, head_kv, start_n)
         tma.store_wait(0)
@@ -163,10 +172,10 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdv256_kernel(
-    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, qk_scale2, sm_scale,
-    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together,
+    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, ds_desc, qk_scale2, sm_scale,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
-    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr,
+    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, KEEPS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -181,14 +190,18 @@ def _dkdv256_kernel(
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     keys = Keys(
-        n_blocks, heads_total, heads_together, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
-        BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV,
+        n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
+        BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
     )  # fmt: skip
+    if KEEPS:
+        stage = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    else:
+        stage = kv_full
     tiles = (k_tiles.index(0), v_tiles.index(0), kv_full, q_ring, do_ring, p_ring)
     gl.warp_specialize(
         [
             (_value_group, (keys, dv_desc) + tiles + (qk_scale2,)),
-            (_key_group, (keys, dk_desc) + tiles + (sm_scale,)),
+            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stage)),
             (feed_all, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)),
         ],
         [WARPS, 1],

@@ -7,13 +7,22 @@ import functools
 
 import torch
 
-from ...configs.hopper_backward import KeysConfig, QueriesConfig, lookup_dkdv, lookup_dq, padded_rows
+from ...configs.hopper_backward import (
+    KeptConfig,
+    KeysConfig,
+    QueriesConfig,
+    heads_kept,
+    lookup_dkdv,
+    lookup_dq,
+    lookup_kept,
+    padded_rows,
+)
 from ...problem import Problem
 from ..launching import Launch, Plan
-from . import bwd, bwd256, bwd_dq, bwd_rows
+from . import bwd, bwd256, bwd_dq, bwd_kept, bwd_rows
 from .common import LOG2_E, longest, plan, together
 
-__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_rows"]
+__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -29,15 +38,15 @@ def _rows_plan(problem: Problem, has_dlse: bool) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool) -> Plan:
+def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
+    """For ``heads`` heads of keys from ``first`` on, counted over the batch. ``keeps``: ds goes to memory."""
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     n_blocks = -(-p.seqlen_k // config.block_n)
-    heads = p.batch * p.heads_kv
     streamed = padded_rows(p) * 2 * p.head_dim * p.itemsize * p.group
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper, lower),
-        *(n_blocks, heads, together(heads, 1, streamed)),
+        *(n_blocks, heads, together(heads, 1, streamed), first),
     )
     options = {
         "HAS_UPPER": has_upper,
@@ -46,6 +55,7 @@ def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: boo
         "LONGEST": longest(p, keys=True),
         "NEED_DK": need_dk,
         "NEED_DV": need_dv,
+        "KEEPS": keeps,
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
@@ -55,7 +65,9 @@ def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: boo
         "enable_fp_fusion": True,
     }
     resident, streamed, rows = (1, 1, 64, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
-    blocks = (resident, resident, streamed, streamed, rows, rows, resident, resident)
+    # Where ds is not kept, the output dk stands in for it and is not touched.
+    kept = (1, 64, config.block_m) if keeps else resident
+    blocks = (resident, resident, streamed, streamed, rows, rows, resident, resident, kept)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
     return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n})
@@ -91,6 +103,31 @@ def _dq_plan(problem: Problem, config: QueriesConfig) -> Plan:
     return plan(bwd_dq._dq_kernel, m_blocks * heads, (resident, streamed, streamed, resident, resident), numbers, options)
 
 
+@functools.lru_cache(maxsize=4096)
+def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> Plan:
+    """For ``heads`` heads of queries from ``first`` on, counted over the batch."""
+    p = problem
+    upper, _, has_upper, _ = p.bounds
+    m_blocks = -(-p.seqlen_q // config.block_m)
+    numbers = (
+        *(p.sm_scale, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper),
+        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * p.head_dim * p.itemsize), first),
+    )
+    options = {
+        "HAS_UPPER": has_upper,
+        "LONGEST": longest(p, keys=False),
+        "HEAD_DIM": p.head_dim,
+        "BLOCK_M": config.block_m,
+        "STAGES": config.stages,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    rows = (1, 1, 64, p.head_dim)
+    return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
+
+
 def launch_rows(
     problem: Problem,
     o: torch.Tensor,
@@ -114,9 +151,13 @@ def launch_dkdv(
     minus_delta: torch.Tensor,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    ds: torch.Tensor | None = None,
+    first: int = 0,
 ) -> Launch:
-    each = _dkdv_plan(problem, config, dk is not None, dv is not None)
-    return each.launch(k, v, q, do, lse2, minus_delta, k if dk is None else dk, v if dv is None else dv)
+    heads = problem.batch * problem.heads_kv if ds is None else ds.shape[0] // problem.group
+    each = _dkdv_plan(problem, config, dk is not None, dv is not None, first, heads, ds is not None)
+    outputs = (k if dk is None else dk, v if dv is None else dv)
+    return each.launch(k, v, q, do, lse2, minus_delta, *outputs, outputs[0] if ds is None else ds)
 
 
 def launch_dq(
@@ -131,6 +172,12 @@ def launch_dq(
     dq: torch.Tensor,
 ) -> Launch:
     return _dq_plan(problem, config).launch(q, k, v, do, dq, lse2, minus_delta)
+
+
+def launch_dq_kept(
+    problem: Problem, config: KeptConfig, ds: torch.Tensor, k: torch.Tensor, dq: torch.Tensor, first: int = 0
+) -> Launch:
+    return _kept_plan(problem, config, first, ds.shape[0]).launch(ds, k, dq)
 
 
 def backward(
@@ -151,9 +198,20 @@ def backward(
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
     gradient_of_lse = lse if dlse is None else dlse.contiguous()
     _rows_plan(p, dlse is not None).run(o, do, gradient_of_lse, lse, lse2, minus_delta)
+    heads = p.batch * p.heads_kv
+    # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
+    outputs = (k if dk is None else dk, v if dv is None else dv)
+    together_ = heads_kept(p) if dq is not None and dk is not None else 0
+    if together_:
+        config, kept = lookup_dkdv(p), lookup_kept(p)
+        ds = torch.empty((together_ * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=q.dtype, device=q.device)
+        for first in range(0, heads, together_):
+            each = _dkdv_plan(p, config, True, dv is not None, first, together_, True)
+            each.run(k, v, q, do, lse2, minus_delta, *outputs, ds)
+            _kept_plan(p, kept, first * p.group, together_ * p.group).run(ds, k, dq)
+        return
     if dk is not None or dv is not None:
-        # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
-        outputs = (k if dk is None else dk, v if dv is None else dv)
-        _dkdv_plan(p, lookup_dkdv(p), dk is not None, dv is not None).run(k, v, q, do, lse2, minus_delta, *outputs)
+        each = _dkdv_plan(p, lookup_dkdv(p), dk is not None, dv is not None, 0, heads, False)
+        each.run(k, v, q, do, lse2, minus_delta, *outputs, outputs[0])
     if dq is not None:
         _dq_plan(p, lookup_dq(p)).run(q, k, v, do, dq, lse2, minus_delta)

@@ -32,8 +32,9 @@ class Keys:
     """What a launch over tiles of keys has to do, as each partition sees it."""
 
     n_blocks: gl.tensor
-    heads_total: gl.tensor  # batch * heads_kv
+    heads_total: gl.tensor  # of keys, in this launch
     heads_together: gl.tensor
+    head_first: gl.tensor  # of this launch
     heads_kv: gl.tensor
     group: gl.tensor
     q_pad: gl.tensor  # seqlen_q rounded up to whole tiles
@@ -50,11 +51,13 @@ class Keys:
     LONGEST: gl.constexpr
     NEED_DK: gl.constexpr
     NEED_DV: gl.constexpr
+    KEEPS: gl.constexpr  # ds goes to memory too
 
     @gluon.jit
     def place(self):
         """``(batch, head_kv, first key)`` of this program."""
         head_index, n_block = order(program(), self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
+        head_index += self.head_first
         batch = head_index // self.heads_kv
         return batch, head_index - batch * self.heads_kv, n_block * self.BLOCK_N
 
@@ -253,3 +256,22 @@ def write_tile(x, desc, tile, batch, head, row):
     here.store(x.to(desc.dtype))
     fence_async_shared()
     tma.async_store(desc, [batch, head, row, 0], tile.reinterpret(desc.dtype, [1, 1, ROWS, x.shape[1]], desc.layout))
+
+
+@gluon.aggregate
+class KeptDs:
+    """The way of ds^T to memory: [heads of the launch, keys, queries]."""
+
+    desc: tma.tensor_descriptor
+    stage: gl.shared_memory_descriptor  # [ROWS keys, BLOCK_M queries]
+    head: gl.tensor
+    key_row: gl.tensor
+
+    @gluon.jit
+    def put(self, ds, m_block):
+        """Start the copy of ds^T [ROWS, BLOCK_M] of one tile of queries."""
+        tma.store_wait(0)
+        self.stage.store(ds)
+        fence_async_shared()
+        box = self.stage.reshape([1, ROWS, ds.shape[1]])
+        tma.async_store(self.desc, [self.head, self.key_row, m_block * ds.shape[1]], box)

@@ -20,7 +20,7 @@ _ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
 def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A descriptor of tiles [1, 1, ..., columns], swizzled by the bytes of a row up to 128, or of float32 numbers [1, rows]."""
+    """A descriptor of tiles [1, ..., rows, columns], swizzled by the bytes of a row up to 128, or of float32 numbers [1, rows]."""
     layout = _ROWS_LAYOUT if len(block) == 2 else gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
     return TensorDescriptor(t, shape, strides, block, layout)
 
