@@ -19,6 +19,7 @@ from triton.testing import do_bench
 
 from tilewise.arch import ARCHS
 from tilewise.backends import hopper
+from tilewise.capabilities import dims_text
 from tilewise.configs.hopper import CHOICES, HopperConfig, illegal
 from tilewise.problem import Problem
 from tilewise.reference import reference
@@ -109,8 +110,8 @@ def _sizes(pair: Pair) -> dict[str, int]:
     return {"head_dim": pair[0], "head_dim_v": pair[1]}
 
 
-def _points() -> Iterator[tuple[Pair, Spec, int]]:
-    for pair in CHOICES:
+def _points(pairs: list[Pair]) -> Iterator[tuple[Pair, Spec, int]]:
+    for pair in pairs:
         for spec in (Spec(), causal()):
             for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
                 yield pair, spec, seqlen
@@ -128,14 +129,14 @@ def _outputs(q: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     return [o, torch.full(q.shape[:3], float("nan"), device=q.device)]
 
 
-def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None:
+def compile_share(checks: list[tuple[Any, ...]], pairs: list[Pair], index: int, count: int) -> None:
     """Compile every ``count``-th kernel that the checks and the timings need, without a GPU."""
     from tilewise.testing.compile_only import use_target
 
     use_target("sm_90")
-    calls = [(shape, pair, spec, dtype, scale) for pair in CHOICES for shape, spec, dtype, scale, _ in checks]
-    calls += [(guard.shape, pair, guard.spec, BF16, None) for pair in CHOICES for guard in GUARDS]
-    calls += [((1, 1, 1, seqlen, seqlen), pair, spec, BF16, None) for pair, spec, seqlen in _points()]
+    calls = [(shape, pair, spec, dtype, scale) for pair in pairs for shape, spec, dtype, scale, _ in checks]
+    calls += [(guard.shape, pair, guard.spec, BF16, None) for pair in pairs for guard in GUARDS]
+    calls += [((1, 1, 1, seqlen, seqlen), pair, spec, BF16, None) for pair, spec, seqlen in _points(pairs)]
     launches = {}
     for shape, pair, spec, dtype, scale in calls:
         q, k, v = _tensors(shape, pair, dtype, "cpu")
@@ -150,10 +151,11 @@ def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None
     os._exit(0)  # past the compiler's complaints at exit
 
 
-def _compile_all() -> None:
+def _compile_all(pairs: list[Pair]) -> None:
     count = max(1, (os.cpu_count() or 2) - 2)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hopper.py")
-    started = [subprocess.Popen([sys.executable, script, "--compile-share", str(i), str(count)]) for i in range(count)]
+    command = [sys.executable, script, "--dims", dims_text(tuple(pairs)), "--compile-share"]
+    started = [subprocess.Popen([*command, str(i), str(count)]) for i in range(count)]
     for process in started:
         if process.wait():
             raise RuntimeError("a process that compiles kernels has failed")
@@ -188,7 +190,7 @@ def _run(problem: Problem, config: HopperConfig, q: Any, k: Any, v: Any, o: Any,
     return raised
 
 
-def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def check_all(checks: list[tuple[Any, ...]], pairs: list[Pair]) -> list[dict[str, Any]]:
     """Every config on every problem of ``checks`` and on every input of ``GUARDS``; the rows that are wrong are printed."""
     rows = []
 
@@ -197,7 +199,8 @@ def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
         if not row["ok"]:
             print("BAD", row, flush=True)
 
-    for pair, configs in CHOICES.items():
+    for pair in pairs:
+        configs = CHOICES[pair]
         for shape, spec, dtype, scale, rows_outside in checks:
             q, k, v = _tensors(shape, pair, dtype, "cuda")
             if rows_outside:
@@ -274,10 +277,10 @@ def _streams_are_right(pair: Pair, config: HopperConfig) -> bool:
     return all(right) and _at_rest()
 
 
-def time_all(deadline: float) -> list[dict[str, Any]]:
+def time_all(pairs: list[Pair], deadline: float) -> list[dict[str, Any]]:
     """Medians at every point for every config that may run there, until the deadline."""
     rows = []
-    for pair, spec, seqlen in _points():
+    for pair, spec, seqlen in _points(pairs):
         batch, heads = 16384 // seqlen, 2048 // pair[1]
         q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), pair, BF16, "cuda")
         o, lse = _outputs(q, v)
@@ -294,11 +297,11 @@ def time_all(deadline: float) -> list[dict[str, Any]]:
     return rows
 
 
-def every(checks: list[tuple[Any, ...]], limit: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def every(checks: list[tuple[Any, ...]], pairs: list[Pair], limit: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """``(checks, timings)``, the second until ``limit`` seconds from now."""
     begin = time.time()
-    _compile_all()
+    _compile_all(pairs)
     print(f"compiled after {time.time() - begin:.0f} s", flush=True)
-    checked = check_all(checks)
+    checked = check_all(checks, pairs)
     print(f"checked after {time.time() - begin:.0f} s: {sum(not row['ok'] for row in checked)} of {len(checked)} wrong", flush=True)
-    return checked, time_all(begin + limit)
+    return checked, time_all(pairs, begin + limit)
