@@ -1,7 +1,9 @@
 """Hold the hopper backend against float64 on this GPU, then time it beside the triton backend in turn.
 
     python benchmarks/hopper.py --out benchmarks/results/hopper-h200.json
-    python benchmarks/hopper.py --every --out FILE --dims "64, 192/128"    # every config of the backend instead, checked and timed (hopper_every.py)
+    python benchmarks/hopper.py --every --out FILE --dims "64, 192/128"
+
+The second checks and times every config of the backend (of these head dims), see ``hopper_every.py``.
 
 The check covers causal in both corners, windows, ragged lengths, rows without a key, groups, scales of both signs and 0, both
 dtypes and both memory orders, with outputs filled with NaN first. Times are medians of ``triton.testing.do_bench`` on 16,384 tokens

@@ -20,7 +20,7 @@ from triton.testing import do_bench
 from tilewise.arch import ARCHS
 from tilewise.backends import hopper
 from tilewise.capabilities import dims_text
-from tilewise.configs.hopper import CHOICES, HopperConfig, illegal
+from tilewise.configs.hopper import CHOICES, HopperConfig, illegal, lookup
 from tilewise.problem import Problem
 from tilewise.reference import reference
 from tilewise.spec import Spec, causal, window
@@ -110,11 +110,33 @@ def _sizes(pair: Pair) -> dict[str, int]:
     return {"head_dim": pair[0], "head_dim_v": pair[1]}
 
 
-def _points(pairs: list[Pair]) -> Iterator[tuple[Pair, Spec, int]]:
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What is timed. ``work``: pairs of a query and a key, over all heads."""
+
+    what: str
+    pair: Pair
+    shape: Shape
+    spec: Spec
+    work: float
+
+
+def _points(pairs: list[Pair]) -> Iterator[Point]:
+    """16,384 tokens with 2,048 columns of v in all heads, with and without a causal mask; at D 128 groups, a window, short queries."""
     for pair in pairs:
-        for spec in (Spec(), causal()):
-            for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
-                yield pair, spec, seqlen
+        for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
+            batch, heads = 16384 // seqlen, 2048 // pair[1]
+            shape, work = (batch, heads, heads, seqlen, seqlen), batch * heads * seqlen**2
+            yield Point("full", pair, shape, Spec(), work)
+            yield Point("causal", pair, shape, causal(), work / 2)
+    if (128, 128) in pairs:
+        for seqlen in (4096, 16384):
+            batch = 16384 // seqlen
+            yield Point("causal, 32 heads over 8", (128, 128), (batch, 32, 8, seqlen, seqlen), causal(), batch * 16 * seqlen**2)
+        reach = 1024
+        work = 16 * (16384 * (reach + 1) - reach * (reach + 1) / 2)
+        yield Point("causal window of 1,024", (128, 128), (1, 16, 16, 16384, 16384), window(reach, 0), work)
+        yield Point("20 queries, 32 heads over 8", (128, 128), (64, 32, 8, 20, 4000), Spec(), 64 * 32 * 20 * 4000)
 
 
 def _tensors(shape: Shape, pair: Pair, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -136,7 +158,7 @@ def compile_share(checks: list[tuple[Any, ...]], pairs: list[Pair], index: int, 
     use_target("sm_90")
     calls = [(shape, pair, spec, dtype, scale) for pair in pairs for shape, spec, dtype, scale, _ in checks]
     calls += [(guard.shape, pair, guard.spec, BF16, None) for pair in pairs for guard in GUARDS]
-    calls += [((1, 1, 1, seqlen, seqlen), pair, spec, BF16, None) for pair, spec, seqlen in _points(pairs)]
+    calls += [(point.shape, point.pair, point.spec, BF16, None) for point in _points(pairs)]
     launches = {}
     for shape, pair, spec, dtype, scale in calls:
         q, k, v = _tensors(shape, pair, dtype, "cpu")
@@ -280,19 +302,18 @@ def _streams_are_right(pair: Pair, config: HopperConfig) -> bool:
 def time_all(pairs: list[Pair], deadline: float) -> list[dict[str, Any]]:
     """Medians at every point for every config that may run there, until the deadline."""
     rows = []
-    for pair, spec, seqlen in _points(pairs):
-        batch, heads = 16384 // seqlen, 2048 // pair[1]
-        q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), pair, BF16, "cuda")
+    for point in _points(pairs):
+        q, k, v = _tensors(point.shape, point.pair, BF16, "cuda")
         o, lse = _outputs(q, v)
-        problem = Problem.bind(q, k, v, spec)
-        flop = 2 * batch * heads * seqlen * seqlen * sum(pair) * (0.5 if spec.upper is not None else 1)
-        for place, config in enumerate(CHOICES[pair]):
+        problem = Problem.bind(q, k, v, point.spec)
+        for place, config in enumerate(CHOICES[point.pair]):
             if illegal(problem, config) is None and time.time() < deadline:
                 launches = hopper.launches_fwd(problem, config, q, k, v, o, lse)
                 time.sleep(0.05)
                 ms = do_bench(lambda: [launch.run() for launch in launches], warmup=10, rep=50, return_mode="median")  # noqa: B023
-                row = {**_sizes(pair), "causal": spec.upper is not None, "seqlen": seqlen, "config": place}
-                rows.append({**row, "ms": round(ms, 5), "tflops": round(flop / ms / 1e9)})
+                row = {**_sizes(point.pair), "what": point.what, "causal": point.spec.upper == 0, "seqlen": problem.seqlen_k}
+                row |= {"config": place, "picked": config == lookup(problem), "ms": round(ms, 5)}
+                rows.append({**row, "tflops": round(2 * point.work * sum(point.pair) / ms / 1e9)})
                 print(rows[-1], flush=True)
     return rows
 
