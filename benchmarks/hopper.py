@@ -1,7 +1,9 @@
 """Hold the hopper backend against float64 on this GPU, then time it beside the triton backend in turn.
 
     python benchmarks/hopper.py --out benchmarks/results/hopper-h200.json
-    python benchmarks/hopper.py --every --out FILE        # every config of the backend instead, checked and timed (hopper_every.py)
+    python benchmarks/hopper.py --every --out FILE --dims "64, 192/128"
+
+The second checks and times every config of the backend (of these head dims), see ``hopper_every.py``.
 
 The check covers causal in both corners, windows, ragged lengths, rows without a key, groups, scales of both signs and 0, both
 dtypes and both memory orders, with outputs filled with NaN first. Times are medians of ``triton.testing.do_bench`` on 16,384 tokens
@@ -24,6 +26,7 @@ from triton.testing import do_bench
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as portable
+from tilewise.capabilities import dims_text
 from tilewise.configs.hopper import CHOICES
 from tilewise.problem import Problem
 from tilewise.reference import reference
@@ -43,6 +46,9 @@ CHECKS += [
     ((1, 2, 2, 70, 200), causal(), BF16, 0.0, False),
     ((3, 16, 4, 1111, 1111), causal(), BF16, None, False),
     ((2, 40, 8, 640, 2048), window(700, 0), BF16, None, False),
+    ((32, 32, 8, 20, 700), causal(), BF16, None, True),  # heads of a group that share their tiles of queries
+    ((20, 32, 2, 3, 500), Spec(), FP16, None, False),
+    ((32, 16, 8, 70, 320), window(64, 3), BF16, None, False),
 ]
 
 
@@ -86,18 +92,21 @@ def main() -> int:
     parser.add_argument("--out")
     parser.add_argument("--every", action="store_true", help="check and time every config of the backend")
     parser.add_argument("--limit", type=float, default=185, help="with --every: seconds after which no more is timed")
+    parser.add_argument("--dims", default="", help='with --every: which head dims, as "64, 192/128" (default: all)')
     parser.add_argument("--compile-share", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    named = {dims_text((pair,)): pair for pair in CHOICES}
+    pairs = [named[word.strip()] for word in args.dims.split(",")] if args.dims else list(CHOICES)
     if args.compile_share:
-        hopper_every.compile_share(CHECKS, *args.compile_share)
+        hopper_every.compile_share(CHECKS, pairs, *args.compile_share)
     if args.out is None:
         parser.error("--out is needed")
     torch.manual_seed(0)
     header = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
     header["date"] = datetime.date.today().isoformat()
     if args.every:
-        checks, rows = hopper_every.every(CHECKS, args.limit)
-        configs = {head_dim: [dataclasses.asdict(config) for config in of] for head_dim, of in CHOICES.items()}
+        checks, rows = hopper_every.every(CHECKS, pairs, args.limit)
+        configs = {dims_text((pair,)): [dataclasses.asdict(config) for config in of] for pair, of in CHOICES.items()}
         wrong = [row for row in checks if not row["ok"]]
         out = {**header, "configs": configs, "checked": len(checks), "wrong": wrong, "rows": rows}
         pathlib.Path(args.out).write_text(json.dumps(out, indent=1))

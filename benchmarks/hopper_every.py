@@ -19,12 +19,14 @@ from triton.testing import do_bench
 
 from tilewise.arch import ARCHS
 from tilewise.backends import hopper
-from tilewise.configs.hopper import CHOICES, HopperConfig, illegal
+from tilewise.capabilities import dims_text
+from tilewise.configs.hopper import CHOICES, HopperConfig, illegal, lookup
 from tilewise.problem import Problem
 from tilewise.reference import reference
 from tilewise.spec import Spec, causal, window
 
 BF16 = torch.bfloat16
+Pair = tuple[int, int]  # head_dim, head_dim_v
 Shape = tuple[int, int, int, int, int]  # batch, heads_q, heads_kv, seqlen_q, seqlen_k
 
 
@@ -104,39 +106,66 @@ GUARDS = [
 ]
 
 
-def _points() -> Iterator[tuple[int, Spec, int]]:
-    for head_dim in CHOICES:
-        for spec in (Spec(), causal()):
-            for seqlen in (1024, 4096, 16384):
-                yield head_dim, spec, seqlen
+def _sizes(pair: Pair) -> dict[str, int]:
+    return {"head_dim": pair[0], "head_dim_v": pair[1]}
 
 
-def _tensors(shape: Shape, head_dim: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What is timed. ``work``: pairs of a query and a key, over all heads."""
+
+    what: str
+    pair: Pair
+    shape: Shape
+    spec: Spec
+    work: float
+
+
+def _points(pairs: list[Pair]) -> Iterator[Point]:
+    """16,384 tokens with 2,048 columns of v in all heads, with and without a causal mask; at D 128 groups, a window, short queries."""
+    for pair in pairs:
+        for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
+            batch, heads = 16384 // seqlen, 2048 // pair[1]
+            shape, work = (batch, heads, heads, seqlen, seqlen), batch * heads * seqlen**2
+            yield Point("full", pair, shape, Spec(), work)
+            yield Point("causal", pair, shape, causal(), work / 2)
+    if (128, 128) in pairs:
+        for seqlen in (4096, 16384):
+            batch = 16384 // seqlen
+            yield Point("causal, 32 heads over 8", (128, 128), (batch, 32, 8, seqlen, seqlen), causal(), batch * 16 * seqlen**2)
+        reach = 1024
+        work = 16 * (16384 * (reach + 1) - reach * (reach + 1) / 2)
+        yield Point("causal window of 1,024", (128, 128), (1, 16, 16, 16384, 16384), window(reach, 0), work)
+        yield Point("20 queries, 32 heads over 8", (128, 128), (64, 32, 8, 20, 4000), Spec(), 64 * 32 * 20 * 4000)
+
+
+def _tensors(shape: Shape, pair: Pair, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     batch, heads_q, heads_kv, seqlen_q, seqlen_k = shape
-    sizes = [(heads_q, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k)]
+    sizes = [(heads_q, seqlen_q, pair[0]), (heads_kv, seqlen_k, pair[0]), (heads_kv, seqlen_k, pair[1])]
     make = torch.empty if device == "cpu" else torch.randn
-    return [make((batch, *size, head_dim), dtype=dtype, device=device) for size in sizes]
+    return [make((batch, *size), dtype=dtype, device=device) for size in sizes]
 
 
-def _outputs(q: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty_like(q).fill_(float("nan")), torch.full(q.shape[:3], float("nan"), device=q.device)]
+def _outputs(q: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    o = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype, device=q.device)
+    return [o, torch.full(q.shape[:3], float("nan"), device=q.device)]
 
 
-def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None:
+def compile_share(checks: list[tuple[Any, ...]], pairs: list[Pair], index: int, count: int) -> None:
     """Compile every ``count``-th kernel that the checks and the timings need, without a GPU."""
     from tilewise.testing.compile_only import use_target
 
     use_target("sm_90")
-    calls = [(shape, head_dim, spec, dtype, scale) for head_dim in CHOICES for shape, spec, dtype, scale, _ in checks]
-    calls += [(guard.shape, head_dim, guard.spec, BF16, None) for head_dim in CHOICES for guard in GUARDS]
-    calls += [((1, 1, 1, seqlen, seqlen), head_dim, spec, BF16, None) for head_dim, spec, seqlen in _points()]
+    calls = [(shape, pair, spec, dtype, scale) for pair in pairs for shape, spec, dtype, scale, _ in checks]
+    calls += [(guard.shape, pair, guard.spec, BF16, None) for pair in pairs for guard in GUARDS]
+    calls += [(point.shape, point.pair, point.spec, BF16, None) for point in _points(pairs)]
     launches = {}
-    for shape, head_dim, spec, dtype, scale in calls:
-        q, k, v = _tensors(shape, head_dim, dtype, "cpu")
+    for shape, pair, spec, dtype, scale in calls:
+        q, k, v = _tensors(shape, pair, dtype, "cpu")
         problem = dataclasses.replace(Problem.bind(q, k, v, spec, scale), arch=ARCHS["sm_90"])
-        for config in CHOICES[head_dim]:
+        for config in CHOICES[pair]:
             if illegal(problem, config) is None:
-                o, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+                o, lse = q.new_empty((*q.shape[:3], pair[1])), torch.empty(q.shape[:3])
                 for launch in hopper.launches_fwd(problem, config, q, k, v, o, lse):
                     launches.setdefault((str(launch.options), dtype), launch)
     for launch in list(launches.values())[index::count]:
@@ -144,10 +173,11 @@ def compile_share(checks: list[tuple[Any, ...]], index: int, count: int) -> None
     os._exit(0)  # past the compiler's complaints at exit
 
 
-def _compile_all() -> None:
+def _compile_all(pairs: list[Pair]) -> None:
     count = max(1, (os.cpu_count() or 2) - 2)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hopper.py")
-    started = [subprocess.Popen([sys.executable, script, "--compile-share", str(i), str(count)]) for i in range(count)]
+    command = [sys.executable, script, "--dims", dims_text(tuple(pairs)), "--compile-share"]
+    started = [subprocess.Popen([*command, str(i), str(count)]) for i in range(count)]
     for process in started:
         if process.wait():
             raise RuntimeError("a process that compiles kernels has failed")
@@ -182,7 +212,7 @@ def _run(problem: Problem, config: HopperConfig, q: Any, k: Any, v: Any, o: Any,
     return raised
 
 
-def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def check_all(checks: list[tuple[Any, ...]], pairs: list[Pair]) -> list[dict[str, Any]]:
     """Every config on every problem of ``checks`` and on every input of ``GUARDS``; the rows that are wrong are printed."""
     rows = []
 
@@ -191,51 +221,52 @@ def check_all(checks: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
         if not row["ok"]:
             print("BAD", row, flush=True)
 
-    for head_dim, configs in CHOICES.items():
+    for pair in pairs:
+        configs = CHOICES[pair]
         for shape, spec, dtype, scale, rows_outside in checks:
-            q, k, v = _tensors(shape, head_dim, dtype, "cuda")
+            q, k, v = _tensors(shape, pair, dtype, "cuda")
             if rows_outside:
                 q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
             problem, truth = Problem.bind(q, k, v, spec, scale), reference(q, k, v, spec, scale)
             for place, config in enumerate(configs):
                 if illegal(problem, config) is None:
-                    o, lse = _outputs(q)
+                    o, lse = _outputs(q, v)
                     _run(problem, config, q, k, v, o, lse)
-                    what = {"head_dim": head_dim, "config": place, "shape": shape, "mask": str(spec), "dtype": str(dtype)}
+                    what = {**_sizes(pair), "config": place, "shape": shape, "mask": str(spec), "dtype": str(dtype)}
                     judge({**what, "sm_scale": scale, **_errors(o, lse, *truth, dtype)})
         for guard in GUARDS:
-            q, k, v = _tensors(guard.shape, head_dim, BF16, "cuda")
+            q, k, v = _tensors(guard.shape, pair, BF16, "cuda")
             guard.change(q, k, v)
             problem, truth = Problem.bind(q, k, v, guard.spec), reference(q, k, v, guard.spec)
             for place, config in enumerate(configs):
-                o, lse = _outputs(q)
+                o, lse = _outputs(q, v)
                 raised = _run(problem, config, q, k, v, o, lse)
-                row = {"head_dim": head_dim, "config": place, "input": guard.name, **_errors(o, lse, *truth, BF16)}
+                row = {**_sizes(pair), "config": place, "input": guard.name, **_errors(o, lse, *truth, BF16)}
                 wrong_flag = config.guarded and raised != guard.raises
                 judge({**row, "raised": raised, "ok": row["ok"] and not wrong_flag and _at_rest()})
         for place, config in enumerate(configs):
             if config.dynamic:
-                judge({"head_dim": head_dim, "config": place, "input": "graph", "ok": _graph_is_right(head_dim, config)})
-                judge({"head_dim": head_dim, "config": place, "input": "streams", "ok": _streams_are_right(head_dim, config)})
+                judge({**_sizes(pair), "config": place, "input": "graph", "ok": _graph_is_right(pair, config)})
+                judge({**_sizes(pair), "config": place, "input": "streams", "ok": _streams_are_right(pair, config)})
     return rows
 
 
-def _calm_and_wild(head_dim: int, count: int) -> list[tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+def _calm_and_wild(pair: Pair, count: int) -> list[tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     """Inputs and truths, in turn such as leave the flag alone and such as raise it."""
     out = []
     for i in range(count):
-        q, k, v = _tensors(SQUARE, head_dim, BF16, "cuda")
+        q, k, v = _tensors(SQUARE, pair, BF16, "cuda")
         if i % 2:
             _slope(q, k, v)
         out.append(([q, k, v], reference(q, k, v, Spec())))
     return out
 
 
-def _graph_is_right(head_dim: int, config: HopperConfig) -> bool:
+def _graph_is_right(pair: Pair, config: HopperConfig) -> bool:
     """A captured call, replayed on inputs that raise the flag and on inputs that do not."""
-    inputs = _calm_and_wild(head_dim, 4)
+    inputs = _calm_and_wild(pair, 4)
     q, k, v = (t.clone() for t in inputs[0][0])
-    o, lse = _outputs(q)
+    o, lse = _outputs(q, v)
     problem = Problem.bind(q, k, v, Spec())
     _run(problem, config, q, k, v, o, lse)  # compiled and loaded before the capture
     torch.cuda.synchronize()
@@ -252,10 +283,10 @@ def _graph_is_right(head_dim: int, config: HopperConfig) -> bool:
     return right
 
 
-def _streams_are_right(head_dim: int, config: HopperConfig) -> bool:
+def _streams_are_right(pair: Pair, config: HopperConfig) -> bool:
     """Four streams at once, two with inputs that raise the flag."""
-    inputs = _calm_and_wild(head_dim, 4)
-    outputs = [_outputs(q) for (q, _, _), _ in inputs]
+    inputs = _calm_and_wild(pair, 4)
+    outputs = [_outputs(q, v) for (q, _, v), _ in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     for _ in range(10):
@@ -268,31 +299,30 @@ def _streams_are_right(head_dim: int, config: HopperConfig) -> bool:
     return all(right) and _at_rest()
 
 
-def time_all(deadline: float) -> list[dict[str, Any]]:
+def time_all(pairs: list[Pair], deadline: float) -> list[dict[str, Any]]:
     """Medians at every point for every config that may run there, until the deadline."""
     rows = []
-    for head_dim, spec, seqlen in _points():
-        batch, heads = 16384 // seqlen, 2048 // head_dim
-        q, k, v = _tensors((batch, heads, heads, seqlen, seqlen), head_dim, BF16, "cuda")
-        o, lse = _outputs(q)
-        problem = Problem.bind(q, k, v, spec)
-        flop = 4 * batch * heads * seqlen * seqlen * head_dim * (0.5 if spec.upper is not None else 1)
-        for place, config in enumerate(CHOICES[head_dim]):
+    for point in _points(pairs):
+        q, k, v = _tensors(point.shape, point.pair, BF16, "cuda")
+        o, lse = _outputs(q, v)
+        problem = Problem.bind(q, k, v, point.spec)
+        for place, config in enumerate(CHOICES[point.pair]):
             if illegal(problem, config) is None and time.time() < deadline:
                 launches = hopper.launches_fwd(problem, config, q, k, v, o, lse)
                 time.sleep(0.05)
                 ms = do_bench(lambda: [launch.run() for launch in launches], warmup=10, rep=50, return_mode="median")  # noqa: B023
-                row = {"head_dim": head_dim, "causal": spec.upper is not None, "seqlen": seqlen, "config": place}
-                rows.append({**row, "ms": round(ms, 5), "tflops": round(flop / ms / 1e9)})
+                row = {**_sizes(point.pair), "what": point.what, "causal": point.spec.upper == 0, "seqlen": problem.seqlen_k}
+                row |= {"config": place, "picked": config == lookup(problem), "ms": round(ms, 5)}
+                rows.append({**row, "tflops": round(2 * point.work * sum(point.pair) / ms / 1e9)})
                 print(rows[-1], flush=True)
     return rows
 
 
-def every(checks: list[tuple[Any, ...]], limit: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def every(checks: list[tuple[Any, ...]], pairs: list[Pair], limit: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """``(checks, timings)``, the second until ``limit`` seconds from now."""
     begin = time.time()
-    _compile_all()
+    _compile_all(pairs)
     print(f"compiled after {time.time() - begin:.0f} s", flush=True)
-    checked = check_all(checks)
+    checked = check_all(checks, pairs)
     print(f"checked after {time.time() - begin:.0f} s: {sum(not row['ok'] for row in checked)} of {len(checked)} wrong", flush=True)
-    return checked, time_all(begin + limit)
+    return checked, time_all(pairs, begin + limit)

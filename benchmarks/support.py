@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from tilewise import CAPABILITIES, Capability
+from tilewise.capabilities import dims_text
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -31,14 +32,15 @@ def _devices(row: Capability) -> str:
 
 def _head_dims(row: Capability) -> str:
     if row.head_dims is not None:
-        text = ", ".join(map(str, row.head_dims))
-    else:
-        text = "any" if row.max_head_dim is None else f"1 to {row.max_head_dim}"
-    return text + (", the same for v" if row.equal_head_dims else "")
+        return dims_text(row.head_dims)
+    return "any" if row.max_head_dim is None else f"1 to {row.max_head_dim}"
 
 
 def _gradients(row: Capability) -> str:
-    return "none: forward only" if not row.gradients else ", ".join(f"d{name}" for name in row.gradients)
+    if not row.gradients:
+        return "none: forward only"
+    text = ", ".join(f"d{name}" for name in row.gradients)
+    return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 
 def _cells(row: Capability) -> tuple[str, ...]:

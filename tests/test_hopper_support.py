@@ -10,7 +10,7 @@ from tilewise.arch import ARCHS, Runtime
 from tilewise.backends.walk import tiles_of_consumer, tiles_of_program
 from tilewise.bodies import allowed
 from tilewise.capabilities import CAPABILITIES, refuse
-from tilewise.configs.hopper import CHOICES, PICKED, HopperConfig, illegal, lookup, shared_memory, suits_guard
+from tilewise.configs.hopper import CHOICES, PICKED, HopperConfig, columns, illegal, lookup, packs, shared_memory, suits_guard
 from tilewise.problem import Problem
 from tilewise.select import choose
 from tilewise.spec import Spec
@@ -22,8 +22,21 @@ def _problem(text, triton=(3, 9)):
     return Problem.parse(text, software=Runtime(triton))
 
 
+def _words(pair):
+    return f"{pair[0]}/{pair[1]}"
+
+
+def test_the_table_and_the_configs_name_the_same_sizes():
+    assert set(ROW.head_dims) == set(CHOICES)
+
+
+@pytest.mark.parametrize("size, width", [(64, 64), (96, 32), (128, 128), (192, 64), (256, 256)])
+def test_a_chunk_is_the_widest_power_of_two_that_divides(size, width):
+    assert columns(size) == width
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", ["64", "96", "128", "192/128", "192", "256"])
 @pytest.mark.parametrize("mask", ["full", "causal", "upper:3,lower:5"])
 def test_it_takes(dtype, head_dim, mask):
     assert not refuse(ROW, _problem(f"dtype={dtype} seqlen=7x300 heads=8/2 head_dim={head_dim} mask={mask} arch=sm_90"))
@@ -48,8 +61,10 @@ def test_auto_takes_it_for_training_too(head_dim, grad):
         ("seqlen=64 head_dim=64 arch=sm_100", "arch"),
         ("seqlen=64 head_dim=64 arch=cpu", "device"),
         ("seqlen=64 head_dim=64 arch=sm_90 dtype=float32", "dtype"),
-        ("seqlen=64 head_dim=96 arch=sm_90", "head_dim"),
+        ("seqlen=64 head_dim=80 arch=sm_90", "head_dim"),
         ("seqlen=64 head_dim=128/64 arch=sm_90", "head_dim"),
+        ("seqlen=64 head_dim=128/192 arch=sm_90", "head_dim"),
+        ("seqlen=64 head_dim=192/128 arch=sm_90 grad=k", "gradient"),
         ("seqlen=64 head_dim=64 arch=sm_90 layout=strided", "layout"),
     ],
 )
@@ -64,18 +79,18 @@ def test_it_refuses_an_older_triton(triton):
 
 def test_a_refusal_by_name_says_why_and_auto_goes_elsewhere():
     problem = _problem("seqlen=64 head_dim=40 arch=sm_90 grad=qkv")
-    with pytest.raises(BackendRefused, match="head_dim is 40"):
+    with pytest.raises(BackendRefused, match="head_dim is 40 and head_dim_v 40, it takes 64, 96, 128, 192/128, 192, 256"):
         choose(problem, "hopper")
     assert choose(problem).backend == "triton"
 
 
-@pytest.mark.parametrize("head_dim", CHOICES)
-def test_every_choice_is_legal(head_dim):
-    problem = _problem(f"seqlen=64 head_dim={head_dim} arch=sm_90")
-    assert [illegal(problem, config) for config in CHOICES[head_dim]] == [None] * len(CHOICES[head_dim])
+@pytest.mark.parametrize("pair", CHOICES)
+def test_every_choice_is_legal(pair):
+    problem = _problem(f"seqlen=64 head_dim={_words(pair)} arch=sm_90")
+    assert [illegal(problem, config) for config in CHOICES[pair]] == [None] * len(CHOICES[pair])
 
 
-@pytest.mark.parametrize("head_dim", CHOICES)
+@pytest.mark.parametrize("pair", CHOICES)
 @pytest.mark.parametrize(
     "text, dynamic, guarded",
     [
@@ -87,11 +102,11 @@ def test_every_choice_is_legal(head_dim):
         ("batch=16 heads=16 seqlen=1024x1030 mask=causal", True, False),
     ],
 )
-def test_lookup_takes_few_tiles_one_by_one_and_guards_long_calls(head_dim, text, dynamic, guarded):
+def test_lookup_takes_few_tiles_one_by_one_and_guards_long_calls(pair, text, dynamic, guarded):
     words = text if "dtype" in text else text + " dtype=bfloat16"
-    problem = _problem(f"{words} head_dim={head_dim} arch=sm_90")
+    problem = _problem(f"{words} head_dim={_words(pair)} arch=sm_90")
     config = lookup(problem)
-    if head_dim == 256 and "mask" not in text:
+    if pair == (256, 256) and "mask" not in text:
         guarded = False  # measured: guarding pays only from 8,192 keys on
     assert (config.dynamic, config.guarded) == (dynamic, guarded)
     assert illegal(problem, config) is None
@@ -100,17 +115,17 @@ def test_lookup_takes_few_tiles_one_by_one_and_guards_long_calls(head_dim, text,
 def test_lookup_is_legal_and_among_the_first_choices():
     rng = random.Random(0)
     for _ in range(300):
-        head_dim, dtype = rng.choice(list(CHOICES)), rng.choice(["float16", "bfloat16"])
+        pair, dtype = rng.choice(list(CHOICES)), rng.choice(["float16", "bfloat16"])
         seqlens = f"{rng.randrange(1, 9000)}x{rng.randrange(1, 9000)}"
         shape = f"batch={rng.choice([1, 3, 64])} heads={rng.choice([1, 6, 32])} seqlen={seqlens}"
         mask = rng.choice(["full", "causal", "upper:64,lower:100"])
-        problem = _problem(f"{shape} head_dim={head_dim} dtype={dtype} mask={mask} arch=sm_90")
-        assert lookup(problem) in CHOICES[head_dim][: PICKED[head_dim]]
+        problem = _problem(f"{shape} head_dim={_words(pair)} dtype={dtype} mask={mask} arch=sm_90")
+        assert lookup(problem) in CHOICES[pair][: PICKED[pair]]
         assert illegal(problem, lookup(problem)) is None
 
 
 def test_a_guarded_config_needs_the_exponents_of_bfloat16():
-    guarded = next(config for config in CHOICES[64] if config.guarded)
+    guarded = next(config for config in CHOICES[64, 64] if config.guarded)
     assert "exponents" in illegal(_problem("seqlen=64 head_dim=64 arch=sm_90 dtype=float16"), guarded)
 
 
@@ -159,10 +174,28 @@ def test_a_guard_is_advised_where_the_first_tile_serves_every_row():
 )
 def test_an_illegal_config_is_named(change, word):
     problem = _problem("seqlen=64 head_dim=256 arch=sm_90")
-    assert word in illegal(problem, dataclasses.replace(CHOICES[256][0], **change))
+    assert word in illegal(problem, dataclasses.replace(CHOICES[256, 256][0], **change))
+
+
+@pytest.mark.parametrize(
+    "text, pack",
+    [
+        ("batch=64 heads=32/8 seqlen=20x4000", 4),
+        ("batch=64 heads=32/4 seqlen=1x4000", 8),
+        ("batch=64 heads=32/8 seqlen=1024", 1),  # whole tiles either way
+        ("batch=1 heads=32/8 seqlen=20x4000", 1),  # fewer programs than multiprocessors either way
+        ("batch=64 heads=24/8 seqlen=20x4000", 1),  # three heads do not share 64 rows evenly
+        ("batch=64 heads=8/8 seqlen=20x4000", 1),
+    ],
+)
+def test_heads_of_a_group_are_packed_where_that_saves_tiles(text, pack):
+    problem = _problem(f"{text} head_dim=128 arch=sm_90")
+    assert packs(problem, CHOICES[128, 128][1]) == pack
 
 
 def test_shared_memory_counts_queries_and_stages():
     config = HopperConfig(128, 64, 2, 1, True, False)
     problem = _problem("seqlen=64 head_dim=256 arch=sm_90")
     assert shared_memory(problem, config) == (128 + 2 * 2 * 64) * 256 * 2 + 1024 <= ARCHS["sm_90"].shared_memory
+    problem = _problem("seqlen=64 head_dim=192/128 arch=sm_90")
+    assert shared_memory(problem, config) == (128 * 192 + 2 * 64 * (192 + 128)) * 2 + 1024

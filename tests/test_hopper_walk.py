@@ -62,12 +62,15 @@ class Ring:
 class Launch:
     """One program of a launch, or all of them on one counter (``dynamic``)."""
 
-    def __init__(self, mask, seqlen_q, seqlen_k, heads, consumers, block_n, stages, q_slots, overlap, dynamic, programs, fault=""):
+    def __init__(
+        self, mask, seqlen_q, seqlen_k, heads, consumers, block_n, stages, q_slots, overlap, dynamic, programs, fault="", pack=1
+    ):
         self.mask, self.seqlen_q, self.seqlen_k, self.heads = mask, seqlen_q, seqlen_k, heads
         self.consumers, self.block_n, self.overlap, self.dynamic, self.fault = consumers, block_n, overlap, dynamic, fault
         self.stages, self.q_slots = stages, q_slots
         self.block_m = consumers * ROWS
-        self.m_blocks = -(-seqlen_q // self.block_m)
+        self.pack, self.rows = pack, seqlen_q * pack  # ``pack`` heads with a key head in common are worked on as one
+        self.m_blocks = -(-self.rows // self.block_m)
         self.total = self.m_blocks * heads
         self.programs = min(programs, self.total) if dynamic else self.total
         self.counter = 0
@@ -79,8 +82,12 @@ class Launch:
         at = self.mask.q_start(self.seqlen_q, self.seqlen_k)
         upper, lower = self.mask.upper, self.mask.lower
         bounds = (self.seqlen_k, upper or 0, lower or 0, self.block_n, upper is not None, lower is not None)
-        lo, hi = tiles_of_program(at + start, at + min(start + self.block_m, self.seqlen_q), *bounds)
+        lo, hi = tiles_of_program(*self.positions(at, start, self.block_m), *bounds)
         return head, start, lo, hi, at, bounds
+
+    def positions(self, at, start, count):
+        """The positions of ``count`` rows from ``start`` on, as a range: row r is query r // pack."""
+        return at + start // self.pack, at + (min(start + count, self.rows) - 1) // self.pack + 1
 
     def processes(self, program):
         q = Ring(self.q_slots * self.consumers, 1)
@@ -130,9 +137,7 @@ class Launch:
         while index < self.total:
             head, start, lo, hi, at, bounds = self.locate(index)
             row = start + c * ROWS
-            own_lo, free_lo, free_hi, own_hi = tiles_of_consumer(
-                at + row, at + min(row + ROWS, self.seqlen_q), lo, hi, *bounds
-            )  # fmt: skip
+            own_lo, free_lo, free_hi, own_hi = tiles_of_consumer(*self.positions(at, row, ROWS), lo, hi, *bounds)
             q_step = turn * self.consumers + c
             yield from q.take(q_step, (index, c))
             if self.fault != "skips without releasing":
@@ -229,23 +234,25 @@ def test_every_tile_is_attended_once_without_deadlock(head_dim, dynamic):
             assert sorted(rows) == sorted([(h, r) for h in range(heads) for r in range(0, padded, ROWS)] * WARPS)
 
 
+@pytest.mark.parametrize("pack", [1, 2, 8, 64])
 @pytest.mark.parametrize("head_dim", SHAPES)
-def test_visited_tiles_hold_every_visible_pair(head_dim):
+def test_visited_tiles_hold_every_visible_pair(head_dim, pack):
     rng = random.Random(head_dim)
-    for _ in range(60):
+    for _ in range(60 if pack == 1 else 15):
         mask, seqlen_q, seqlen_k = _draw(rng)
-        launch = Launch(mask, seqlen_q, seqlen_k, 1, *SHAPES[head_dim], False, 1)
+        seqlen_q = -(-seqlen_q // pack)
+        launch = Launch(mask, seqlen_q, seqlen_k, 1, *SHAPES[head_dim], False, 1, pack=pack)
         block, shift = launch.block_n, mask.q_start(seqlen_q, seqlen_k)
         for index in range(launch.total):
             _, start, lo, hi, at, bounds = launch.locate(index)
             for row in range(start, start + launch.block_m, ROWS):
-                end = min(row + ROWS, seqlen_q)
-                own_lo, free_lo, free_hi, own_hi = tiles_of_consumer(at + row, at + end, lo, hi, *bounds)
+                queries = {r // pack for r in range(row, min(row + ROWS, launch.rows))}
+                own_lo, free_lo, free_hi, own_hi = tiles_of_consumer(*launch.positions(at, row, ROWS), lo, hi, *bounds)
                 assert lo <= own_lo < own_hi <= hi
                 for tile in range(-(-seqlen_k // block)):
                     keys = range(tile * block, tile * block + block)
-                    seen = [_sees(mask, r + shift, key, seqlen_k) for r in range(row, end) for key in (keys[0], keys[-1])]
-                    some = any(_sees(mask, r + shift, key, seqlen_k) for r in range(row, end) for key in keys)
+                    seen = [_sees(mask, r + shift, key, seqlen_k) for r in queries for key in (keys[0], keys[-1])]
+                    some = any(_sees(mask, r + shift, key, seqlen_k) for r in queries for key in keys)
                     if some:
                         assert own_lo <= tile < own_hi
                     if own_lo <= tile < own_hi and free_lo <= tile < free_hi:

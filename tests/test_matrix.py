@@ -57,7 +57,7 @@ OLD = Arch("sm_75", "cuda", 65_536)
 def test_every_backend_takes_something_and_every_limit_refuses_something():
     """What this machine cannot run is in the table all the same: over all processors, each row has both verdicts."""
     for c in CAPABILITIES:
-        size = c.head_dims[0] if c.head_dims else 16
+        size = c.head_dims[0][0] if c.head_dims else 16
         problem = dataclasses.replace(PROBLEM, dtype=c.dtypes[0], head_dim=size, head_dim_v=size, grad=c.gradients)
         archs = [a for a in ARCHS.values() if not refuse(c, dataclasses.replace(problem, arch=a))]
         assert archs, c.backend
@@ -71,8 +71,12 @@ def test_every_backend_takes_something_and_every_limit_refuses_something():
             assert "gradient" in {r.code for r in refuse(c, dataclasses.replace(problem, grad=letter))}
         if c.bulk_only:
             assert "layout" in {r.code for r in refuse(c, dataclasses.replace(problem, bulk=False))}
-        if c.equal_head_dims:
+        if c.head_dims is not None:
             assert "head_dim" in {r.code for r in refuse(c, dataclasses.replace(problem, head_dim_v=size * 2))}
+        for head_dim, head_dim_v in c.forward_only:
+            other = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+            assert [r.code for r in refuse(c, other)] == ["gradient"]
+            assert not refuse(c, dataclasses.replace(other, grad=""))
 
 
 def _codes(backend, **changes):

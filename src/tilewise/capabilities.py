@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .errors import Reason
 from .problem import Problem
 
-__all__ = ["CAPABILITIES", "Capability", "refuse"]
+__all__ = ["CAPABILITIES", "Capability", "dims_text", "refuse"]
 
 HALF = ("float16", "bfloat16")
 
@@ -20,9 +20,9 @@ class Capability:
     """One backend's row.
 
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
-    ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), ``equal_head_dims`` asks for
-    head_dim_v = head_dim, ``bulk_only`` for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it
-    can differentiate.
+    ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
+    head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
+    descriptor; ``gradients`` are the inputs that it can differentiate.
     """
 
     backend: str
@@ -36,8 +36,8 @@ class Capability:
     min_compute_capability: int = 0
     deterministic: bool = True
     archs: tuple[str, ...] | None = None
-    head_dims: tuple[int, ...] | None = None
-    equal_head_dims: bool = False
+    head_dims: tuple[tuple[int, int], ...] | None = None
+    forward_only: tuple[tuple[int, int], ...] = ()
     bulk_only: bool = False
     gradients: str = "qkv"
     auto: bool = True
@@ -54,8 +54,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         max_head_dim=256,
         triton=(3, 9),
         archs=("sm_90",),
-        head_dims=(64, 128, 256),
-        equal_head_dims=True,
+        head_dims=((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+        forward_only=((96, 96), (192, 128), (192, 192)),
         bulk_only=True,
     ),
     Capability(
@@ -88,6 +88,11 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 
+def dims_text(pairs: tuple[tuple[int, int], ...]) -> str:
+    """Pairs of head_dim and head_dim_v in words: "64, 192/128" (one number where both are the same)."""
+    return ", ".join(str(a) if a == b else f"{a}/{b}" for a, b in pairs)
+
+
 def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     """Every reason why this backend cannot take this problem; an empty list means that it can, forward and backward."""
     p, c = problem, capability
@@ -118,15 +123,15 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
             if size > c.max_head_dim:
                 no("head_dim", f"{name} is {size}, it takes up to {c.max_head_dim}")
-    if c.head_dims is not None and p.head_dim not in c.head_dims:
-        no("head_dim", f"head_dim is {p.head_dim}, it takes {', '.join(map(str, c.head_dims))}")
-    if c.equal_head_dims and p.head_dim != p.head_dim_v:
-        no("head_dim", f"head_dim_v is {p.head_dim_v} and head_dim {p.head_dim}, it needs them equal")
+    pair = p.head_dim, p.head_dim_v
+    if c.head_dims is not None and pair not in c.head_dims:
+        no("head_dim", f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}, it takes {dims_text(c.head_dims)}")
     if c.bulk_only and not p.bulk:
         no("layout", "a tensor has a base or strides that are not multiples of 16 bytes, or a last dim that is not contiguous")
-    missing = [name for name in p.grad if name not in c.gradients]
+    missing = [name for name in p.grad if name not in c.gradients or pair in c.forward_only]
     if missing:
-        no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {'none' if not c.gradients else c.gradients}")
+        have = f"none at head_dim {dims_text((pair,))}" if pair in c.forward_only else c.gradients or "none"
+        no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {have}")
     if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
         no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")
     return reasons

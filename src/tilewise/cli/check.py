@@ -173,7 +173,7 @@ def _left_out(device: Any, names: list[str], wanted: list[str] | None) -> list[t
     out = []
     for c in CAPABILITIES:
         if c.backend not in names and (not wanted or c.backend in wanted):
-            size = c.head_dims[0] if c.head_dims else 16
+            size = c.head_dims[0][0] if c.head_dims else 16
             tensor = torch.empty(1, 1, 1, size, device=device, dtype=getattr(torch, c.dtypes[0]))
             out.append((c.backend, "; ".join(map(str, refuse(c, Call(tensor, tensor, tensor).problem)))))
     return out

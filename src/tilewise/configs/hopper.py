@@ -1,13 +1,14 @@
-"""Tile sizes and launch parameters of the ``hopper`` backend's forward kernel, by head_dim."""
+"""Tile sizes and launch parameters of the ``hopper`` backend's forward kernel, by head_dim and head_dim_v."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from ..problem import Problem
 
-__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "illegal", "lookup", "shared_memory", "suits_guard"]
+__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "columns", "illegal", "lookup", "packs", "shared_memory", "suits_guard"]
 
 # Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
 _REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 32), (2, 2): (104, 32)}
@@ -43,18 +44,17 @@ LEAST_GUARDED_WORK = 1 << 33
 FORMS = {False: ("careful",), True: ("hasty", "redo")}
 
 
-
 def _both(*sizes: int, **flags: bool) -> tuple[HopperConfig, HopperConfig]:
     """A dynamic config, careful and guarded."""
     careful = HopperConfig(*sizes, overlap=flags.get("overlap", True), dynamic=True)
     return careful, dataclasses.replace(careful, guarded=True)
 
 
-# By head_dim: what may run, to be timed against one another (``benchmarks/hopper.py --every``). The first PICKED are those that
-# ``lookup`` takes: a program a tile, careful, guarded, then guarded ones for the lengths where they were the fastest.
-PICKED = {64: 5, 128: 4, 256: 3}
-CHOICES: dict[int, tuple[HopperConfig, ...]] = {
-    64: (
+# By (head_dim, head_dim_v): what may run, to be timed against one another (``benchmarks/hopper.py --every``). The first PICKED are
+# those that ``lookup`` takes: a program a tile, careful, guarded, then guarded ones for the lengths where they were the fastest.
+PICKED = {(64, 64): 5, (96, 96): 3, (128, 128): 4, (192, 128): 3, (192, 192): 3, (256, 256): 3}
+CHOICES: dict[tuple[int, int], tuple[HopperConfig, ...]] = {
+    (64, 64): (
         HopperConfig(256, 64, 4, 1, False, False),
         *_both(256, 64, 4, 2, overlap=False),
         HopperConfig(128, 64, 3, 1, False, True, True, 2),
@@ -63,21 +63,30 @@ CHOICES: dict[int, tuple[HopperConfig, ...]] = {
         *_both(192, 128, 2, 2),
         *_both(128, 128, 4, 2),
     ),
-    128: (
+    (96, 96): (HopperConfig(128, 128, 3, 1, True, False), *_both(192, 64, 4, 2), *_both(128, 128, 3, 2)),
+    (128, 128): (
         HopperConfig(128, 128, 2, 1, True, False),
         *_both(128, 128, 2, 2),
         HopperConfig(128, 64, 4, 2, True, True, True),
         HopperConfig(128, 64, 4, 2, True, True),
         *_both(192, 64, 3, 2),
     ),
-    256: (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
+    (192, 128): (HopperConfig(128, 128, 2, 1, True, False), *_both(128, 128, 2, 1), *_both(128, 64, 3, 2)),
+    (192, 192): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 2)),
+    (256, 256): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
 }
+
+
+def columns(size: int) -> int:
+    """Columns of a chunk: the largest power of two that divides ``size``, a head_dim."""
+    return size & -size
 
 
 def shared_memory(problem: Problem, config: HopperConfig) -> int:
     """Bytes of shared memory: the query tiles, the stages of keys and values, and 1 KB for barriers and alignment."""
-    rows = config.q_slots * config.block_m + config.stages * 2 * config.block_n
-    return rows * problem.head_dim * problem.itemsize + 1024
+    queries = config.q_slots * config.block_m * problem.head_dim
+    keys = config.stages * config.block_n * (problem.head_dim + problem.head_dim_v)
+    return (queries + keys) * problem.itemsize + 1024
 
 
 def illegal(problem: Problem, config: HopperConfig) -> str | None:
@@ -95,6 +104,20 @@ def illegal(problem: Problem, config: HopperConfig) -> str | None:
     if need > problem.arch.shared_memory:
         return f"it needs {need} bytes of shared memory, {problem.arch.name} has {problem.arch.shared_memory}"
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def packs(problem: Problem, config: HopperConfig) -> int:
+    """How many query heads of a group are worked on as one: all of them where that saves a tenth of the tiles, or none (1).
+
+    Less tiles than multiprocessors save nothing: each would only take longer.
+    """
+    p = problem
+    if p.group not in (2, 4, 8, 16, 32, 64):
+        return 1
+    apart = p.batch * p.heads_q * -(-p.seqlen_q // config.block_m)
+    packed = p.batch * p.heads_kv * -(-p.seqlen_q * p.group // config.block_m)
+    return p.group if max(packed, p.arch.multiprocessors) <= 0.9 * apart else 1
 
 
 def suits_guard(problem: Problem) -> bool:
@@ -120,18 +143,20 @@ def _guarded_place(problem: Problem) -> int:
         return 2 if p.seqlen_k < 8192 else 4
     if p.head_dim == 128:
         return 3 if has_upper and p.seqlen_k < 2048 else 2
-    return 2 if has_upper or p.seqlen_k >= 8192 else 1
+    if p.head_dim == 256:
+        return 2 if has_upper or p.seqlen_k >= 8192 else 1
+    return 2
 
 
 def lookup(problem: Problem) -> HopperConfig:
     """The config for this problem: a program a tile while the tiles are few; guarded where that is legal, pays and suits."""
     p = problem
-    static, careful = CHOICES[p.head_dim][:2]
+    static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
     if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
         return static
     work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
     if work >= LEAST_GUARDED_WORK and suits_guard(p):
-        picked = CHOICES[p.head_dim][_guarded_place(p)]
+        picked = CHOICES[p.head_dim, p.head_dim_v][_guarded_place(p)]
         if illegal(p, picked) is None:
             return picked
     return careful

@@ -102,20 +102,25 @@ def accepted(device: torch.device | str, dtype: torch.dtype) -> list[Capability]
     """The rows of the capability table that take plain problems of this dtype on this device, at least forward."""
 
     def takes(c: Capability) -> bool:
-        tensor = torch.empty(1, 1, 1, c.head_dims[0] if c.head_dims else 16, device=device, dtype=dtype)
+        tensor = torch.empty(1, 1, 1, c.head_dims[0][0] if c.head_dims else 16, device=device, dtype=dtype)
         return not refuse(c, Call(tensor, tensor, tensor).problem)
 
     return [c for c in CAPABILITIES if takes(c)]
 
 
 def random_problem(
-    rng: random.Random, small: bool, head_dims: tuple[int, ...] = HEAD_DIMS, equal_head_dims: bool = False
+    rng: random.Random, small: bool, pairs: tuple[tuple[int, int], ...] | None = None
 ) -> tuple[tuple[int, int, int, int, int, int, int], dict[str, object]]:
-    """Shape and arguments of ``random_call``: lengths at the edges of tiles, groups, both corners, windows, odd head dims."""
+    """Shape and arguments of ``random_call``: lengths at the edges of tiles, groups, both corners, windows, odd head dims.
+
+    ``pairs``: the head_dim and head_dim_v to draw from, instead of any two sizes.
+    """
     lengths = [n for n in LENGTHS if n < 255] if small else LENGTHS
     heads_q, heads_kv = rng.choice(HEADS[:4] if small else HEADS)
-    head_dim = rng.choice(head_dims)
-    head_dim_v = rng.choice(head_dims) if rng.random() < 0.3 and not equal_head_dims else head_dim
+    head_dim = rng.choice(HEAD_DIMS)
+    head_dim_v = rng.choice(HEAD_DIMS) if rng.random() < 0.3 else head_dim
+    if pairs is not None:
+        head_dim, head_dim_v = rng.choice(pairs)
     shape = (1 if small else rng.choice((1, 2)), heads_q, heads_kv, rng.choice(lengths), rng.choice(lengths), head_dim, head_dim_v)
     align = rng.choice(ALIGNMENTS)
     reach = (None, 0, 1, 7, 31, 64, 100)
@@ -144,7 +149,7 @@ def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype
 
 
 def _random_job(c: Capability, dtype: torch.dtype, device: torch.device, rng: random.Random, small: bool) -> Job:
-    shape, arguments = random_problem(rng, small, c.head_dims or HEAD_DIMS, c.equal_head_dims)
+    shape, arguments = random_problem(rng, small, c.head_dims)
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     scale = "" if arguments["sm_scale"] is None else f" scale={arguments['sm_scale']}"
     name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}/{head_dim_v} {arguments['spec']}{scale}"
@@ -177,7 +182,7 @@ def jobs(
         interpreted = c.interpretable and where.type == "cpu"
         dtypes = all_dtypes[:2] if quick else all_dtypes
         count = randoms if randoms is not None else (6 if interpreted else 20) * (1 if quick else 5)
-        entries = [e if c.head_dims is None else e.at_head_dim(d) for d in c.head_dims or (0,) for e in GAUNTLET]
+        entries = [e if c.head_dims is None else e.at_head_dims(*d) for d in c.head_dims or ((0, 0),) for e in GAUNTLET]
         for dtype, entry in itertools.product(dtypes, entries):
             if not entry.gpu_gib or (where.type == "cuda" and not quick):
                 build = partial(entry.build, where, dtype, seed)

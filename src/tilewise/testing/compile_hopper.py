@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig
+from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig, columns
 from ..problem import Problem
 from .compile_only import _assemble, use_target
 
@@ -32,6 +32,7 @@ class KernelReport:
     with the mask that free tiles branch around; ``loop_spills``: accesses to spilled registers in it."""
 
     head_dim: int
+    head_dim_v: int
     dtype: str
     mask: str
     form: str
@@ -82,14 +83,17 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     dtype = getattr(torch, p.dtype)
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
+    v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
+    o = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32)
-    launch = hopper.launches_fwd(p, config, q, k, k, q, lse)[FORMS[config.guarded].index(form)]
+    launch = hopper.launches_fwd(p, config, q, k, v, o, lse)[FORMS[config.guarded].index(form)]
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    body = main_loop(sass, (p.head_dim + config.block_n) // 16)
+    body = main_loop(sass, (p.head_dim + config.block_n * (p.head_dim_v // columns(p.head_dim_v))) // 16)
     return KernelReport(
         p.head_dim,
+        p.head_dim_v,
         p.dtype,
         mask,
         form,
@@ -103,22 +107,22 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
+def problems(head_dims: list[tuple[int, int]], every: bool) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
     """The kernels of the configs of these head dims. ``every``: under every kind of mask, and in float16 too.
 
     Otherwise only what ``lookup`` may pick meets every mask (the rest no mask and a causal one), and float16 a causal one only.
     "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
     """
-    for head_dim in head_dims:
-        for place, config in enumerate(CHOICES[head_dim]):
+    for head_dim, head_dim_v in head_dims:
+        for place, config in enumerate(CHOICES[head_dim, head_dim_v]):
             for mask, words in MASKS.items():
-                if place >= PICKED[head_dim] and mask not in ("full", "causal") and not every:
+                if place >= PICKED[head_dim, head_dim_v] and mask not in ("full", "causal") and not every:
                     continue
                 for dtype in ("bfloat16", "float16"):
                     if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):
                         continue
                     seqlen = 1000 if mask == "tail" else 1024
-                    text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
+                    text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim}/{head_dim_v} mask={words} arch=sm_90"
                     for form in FORMS[config.guarded]:
                         if form == "redo" and mask != "causal" and not every:  # the careful kernel once more
                             continue
@@ -127,11 +131,12 @@ def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("head_dim", nargs="*", type=int, default=sorted(CHOICES), help="which head dims (default: all)")
+    parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="float16 under every mask too")
     options = parser.parse_args()
     use_target("sm_90")
-    for mask, problem, config, form in problems(options.head_dim, options.every):
+    named = [tuple(map(int, (name if "/" in name else f"{name}/{name}").split("/"))) for name in options.head_dim]
+    for mask, problem, config, form in problems(named or sorted(CHOICES), options.every):
         print(json.dumps(asdict(compile_forward(problem, config, mask, form))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

@@ -125,9 +125,10 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
 
-    def at_head_dim(self, head_dim: int) -> Entry:
-        """The same entry for a backend that takes this head_dim and no other."""
-        return dataclasses.replace(self, name=f"{self.name} D={head_dim}", shape=(*self.shape[:5], head_dim, head_dim))
+    def at_head_dims(self, head_dim: int, head_dim_v: int) -> Entry:
+        """The same entry for a backend that takes this head_dim and head_dim_v and no others."""
+        words = f"{head_dim}" if head_dim == head_dim_v else f"{head_dim}/{head_dim_v}"
+        return dataclasses.replace(self, name=f"{self.name} D={words}", shape=(*self.shape[:5], head_dim, head_dim_v))
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
         """The call, drawn from ``seed`` in ``dtype``."""

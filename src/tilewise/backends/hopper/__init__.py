@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from ...configs.hopper import FORMS, HopperConfig, lookup
+from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs
 from ...problem import Problem
 from ..launching import Launch, Plan
 from . import fwd
@@ -30,13 +30,15 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
     if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
         config = dataclasses.replace(config, dynamic=True, resident=1)
     upper, lower, has_upper, has_lower = p.bounds
-    m_blocks = -(-p.seqlen_q // config.block_m)
-    heads = p.batch * p.heads_q
+    pack = packs(p, config)
+    rows, heads_q, group = p.seqlen_q * pack, p.heads_q // pack, p.group // pack
+    m_blocks = -(-rows // config.block_m)
+    heads = p.batch * heads_q
     tiles = m_blocks * heads
     qk_scale2 = p.sm_scale * LOG2_E
     numbers = (
-        *(qk_scale2, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower),
-        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *(qk_scale2, heads_q, group, rows, p.seqlen_k, p.q_start, upper, lower),
+        *(m_blocks, heads, together(heads, group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
     )
     options = {
         "HAS_UPPER": has_upper,
@@ -45,6 +47,7 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
         "SCALED_FIRST": qk_scale2 < SMALLEST_SCALE,
         "LONGEST": longest(p, False),
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -53,6 +56,7 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
         "DYNAMIC": config.dynamic,
         "HASTY": form == "hasty",
         "REDO": form == "redo",
+        "PACK": pack,
         "CONSUMER_REGISTERS": config.registers[0],
         "PRODUCER_REGISTERS": config.registers[1],
         "num_warps": 4,
@@ -61,7 +65,10 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
     if config.resident > 1:
         options["maxnreg"] = 65536 // (config.resident * 32 * (config.block_m // 16 + 4)) // 8 * 8
     programs = min(tiles, config.resident * p.arch.multiprocessors) if config.dynamic else tiles
-    blocks = tuple((1, 1, rows, p.head_dim) for rows in (64, config.block_n, config.block_n, 64))
+    width, width_v = columns(p.head_dim), columns(p.head_dim_v)
+    queries = (1, 1, 64) if pack == 1 else (1, 1, 64 // pack, pack)
+    keys = (1, 1, config.block_n)
+    blocks = ((*queries, width), (*keys, width), (*keys, width_v), (*queries, min(width, width_v)))
     return plan(fwd._fwd_kernel, programs, blocks, numbers, options)
 
 
@@ -94,16 +101,25 @@ def _plans(problem: Problem, config: HopperConfig, lse: torch.Tensor) -> tuple[t
     return tuple(_fwd_plan(problem, config, form) for form in FORMS[config.guarded]), counter
 
 
+def _packed(problem: Problem, config: HopperConfig, t: torch.Tensor) -> torch.Tensor:
+    """q or o as the descriptors of a packed launch see it: [batch, heads_kv, seqlen_q, group, columns]."""
+    pack = packs(problem, config)
+    return t if pack == 1 else t.unflatten(1, (-1, pack)).transpose(2, 3)
+
+
 def launches_fwd(
     problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[Launch, ...]:
     """The launches of one call, in this order."""
     plans, counter = _plans(problem, config, lse)
+    q, o = _packed(problem, config, q), _packed(problem, config, o)
     return tuple(each.launch(q, k, v, o, lse, counter) for each in plans)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    plans, counter = _plans(problem, lookup(problem), lse)
+    config = lookup(problem)
+    plans, counter = _plans(problem, config, lse)
+    q, o = _packed(problem, config, q), _packed(problem, config, o)
     for each in plans:
         each.run(q, k, v, o, lse, counter)

@@ -152,7 +152,7 @@ def _dq_kernel(
     v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, V_STAGES, CONSUMERS * WARPS)
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
-        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False,
+        BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,
     )  # fmt: skip
     mine = (work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring)
     copies = (work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring)

@@ -16,12 +16,13 @@ __all__ = ["LOG2_E", "descriptor", "longest", "plan", "together"]
 LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
 L2_BUDGET = 40 << 20
-_LAYOUTS = {2: gl.NVMMASharedLayout(0, 32, 2), 3: gl.NVMMASharedLayout(128, 16, 3), 4: gl.NVMMASharedLayout(128, 16, 4)}
+_ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 
 
 def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A descriptor of tiles [1, 1, rows, head_dim] or [1, rows, columns], swizzled, or of float32 numbers of rows [1, rows]."""
-    return TensorDescriptor(t, shape, strides, block, _LAYOUTS[len(block)])
+    """A descriptor of tiles [1, ..., rows, columns], swizzled by the bytes of a row up to 128, or of float32 numbers [1, rows]."""
+    layout = _ROWS_LAYOUT if len(block) == 2 else gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
+    return TensorDescriptor(t, shape, strides, block, layout)
 
 
 def plan(

@@ -33,7 +33,7 @@ def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k
     """
     batch, head, start_m, lo, hi = work.locate(index)
     for c in gl.static_range(work.CONSUMERS):
-        q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c)
+        q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c, work.PACK)
     head_kv = head // group
     count = hi - lo
     for j in range(count):
@@ -61,10 +61,36 @@ def _producer(work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
 
 
 @gluon.jit
-def _scores(q_tile, k_tile, S_LAYOUT: gl.constexpr):
-    """Issue q k^T, [ROWS, BLOCK_N], without waiting for it."""
-    zeros = gl.zeros([ROWS, k_tile.type.shape[0]], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def _scores(q, k, S_LAYOUT: gl.constexpr):
+    """Issue q k^T, [ROWS, BLOCK_N], without waiting for it: a product for each chunk of q and k."""
+    s = gl.zeros([ROWS, k[0].type.shape[0]], gl.float32, S_LAYOUT)
+    for c in gl.static_range(len(k)):
+        s = warpgroup_mma(q[c], k[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_product(p, v, acc):
+    """Issue acc + p v, a tuple of [ROWS, columns] with a product for each chunk of v, without waiting for it."""
+    out = ()
+    for c in gl.static_range(len(v)):
+        out = out + (warpgroup_mma(p, v[c], acc[c], is_async=True),)
+    return out
+
+
+@gluon.jit
+def _wait_for_products(p, acc):
+    """``(p, acc)`` once all products are made; p is an operand of the last and is kept until then."""
+    done = warpgroup_mma_wait(0, deps=(p,) + acc)
+    return done[0], done[1:]
+
+
+@gluon.jit
+def _rescale_all(acc, alpha):
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (rescale(acc[c], alpha),)
+    return out
 
 
 @gluon.jit
@@ -78,51 +104,47 @@ def _scaled(s, qk_scale2, SCALED_FIRST: gl.constexpr):
 
 @gluon.jit
 def _overlapped_step(
-    p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    p, acc, m_i, l_i, step, q, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of key tile ``n_block`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
-    k_tile = k_ring.take(step + 1)
-    s = _scores(q_tile, k_tile, S_LAYOUT)
-    v_tile = v_ring.take(step)
-    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = _scores(q, k_ring.take_chunks(step + 1), S_LAYOUT)
+    acc = _add_product(p, v_ring.take_chunks(step), acc)
+    s = warpgroup_mma_wait(v_ring.CHUNKS, deps=(s,))
     k_ring.release(step + 1)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, n_block, start_row, free_lo, free_hi)
     p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    p, acc = _wait_for_products(p, acc)
     v_ring.release(step)
     p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
     if not work.HASTY:
-        acc = rescale(acc, alpha)
+        acc = _rescale_all(acc, alpha)
     return p, acc, m_i, l_i, step + 1
 
 
 @gluon.jit
 def _serial_step(
-    acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    acc, m_i, l_i, step, q, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product of key tile ``n_block`` (ring step ``step``) in turn: the other consumers overlap."""
-    k_tile = k_ring.take(step)
-    s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
+    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), S_LAYOUT),))
     k_ring.release(step)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, n_block, start_row, free_lo, free_hi)
     p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
     if not work.HASTY:
-        acc = rescale(acc, alpha)
-    acc, step = _add_values(gl.convert_layout(p.to(k_tile.dtype), P_LAYOUT), acc, step, v_ring)
+        acc = _rescale_all(acc, alpha)
+    acc, step = _add_values(gl.convert_layout(p.to(q[0].dtype), P_LAYOUT), acc, step, v_ring)
     return acc, m_i, l_i, step
 
 
 @gluon.jit
 def _add_values(p, acc, step, v_ring):
     """acc + p v for the values of ring step ``step``, which is done with then."""
-    v_tile = v_ring.take(step)
-    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc = _add_product(p, v_ring.take_chunks(step), acc)
+    p, acc = _wait_for_products(p, acc)
     v_ring.release(step)
     return acc, step + 1
 
@@ -140,50 +162,68 @@ def _pass_over(count, step, k_ring, v_ring):
 
 
 @gluon.jit
-def _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Write o, through the consumer's tile of queries, and lse. A row that saw no key has l_i = 0: o = 0 and lse = -inf."""
+def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Write o, through the consumer's tile of queries, and lse. A row that saw no key has l_i = 0: o = 0 and lse = -inf.
+
+    A part of acc passes through the chunk of q that has its columns, or, if it is twice as wide, through two.
+    """
+    COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
+    PACK: gl.constexpr = work.PACK
+    HALVES: gl.constexpr = acc[0].shape[1] // COLUMNS
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
     l_safe = gl.where(l_row == 0.0, 1.0, l_row)
     inverse = gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, O_LAYOUT))
-    o = acc * inverse[:, None]
-    if work.HASTY:
-        work.doubt(o, l_row, start_row)
-    q_tile.store(o.to(o_desc.dtype))
+    for c in gl.static_range(len(acc)):
+        o = acc[c] * inverse[:, None]
+        if work.HASTY:
+            work.doubt(o, l_row, start_row)
+        if HALVES == 2:
+            left, right = gl.split(o.to(o_desc.dtype).reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+            q[2 * c].store(left)
+            q[2 * c + 1].store(right)
+        else:
+            q[c].store(o.to(o_desc.dtype))
     fence_async_shared()
-    tma.async_store(o_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, q_tile.type.shape[0], q_tile.type.shape[1]]))
+    for c in gl.static_range(len(acc) * HALVES):
+        if PACK == 1:
+            tma.async_store(o_desc, [batch, head, start_row, c * COLUMNS], q[c].reshape([1, 1, ROWS, COLUMNS]))
+        else:
+            box = q[c].reshape([1, 1, ROWS // PACK, PACK, COLUMNS])
+            tma.async_store(o_desc, [batch, head, start_row // PACK, 0, c * COLUMNS], box)
     lse = gl.where(l_row == 0.0, -float("inf"), (m_i + gl.log2(l_safe)) * LN_2)
     rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     head_rows = (batch * work.heads_q + head).to(gl.int64) * work.seqlen_q
-    gl.store(lse_ptr + head_rows + rows, lse, mask=rows < work.seqlen_q)
+    places = rows if PACK == 1 else rows % PACK * (work.seqlen_q // PACK) + rows // PACK
+    gl.store(lse_ptr + head_rows + places, lse, mask=rows < work.seqlen_q)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
     """Consumer ``C``: its 64 rows of tile ``index``. Returns the ring step after the tile."""
+    COLUMNS: gl.constexpr = v_ring.tiles.type.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     batch, head, start_m, lo, hi = work.locate(index)
     start_row = start_m + C * ROWS
     own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
-    q_tile = q_ring.take(turn * work.CONSUMERS + C)
+    q = q_ring.take_chunks(turn * work.CONSUMERS + C)
     step = _pass_over(hi - own_hi, step, k_ring, v_ring)
 
     # The first key tile: nothing to rescale yet.
-    k_tile = k_ring.take(step)
-    s = warpgroup_mma_wait(0, deps=(_scores(q_tile, k_tile, S_LAYOUT),))
+    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), S_LAYOUT),))
     k_ring.release(step)
     s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
     s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
     p, _, m_i, l_i = softmax_step(s, None, None, scale, True, work.HASTY)
     p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-    acc = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, O_LAYOUT)
+    acc = (gl.zeros([ROWS, COLUMNS], gl.float32, O_LAYOUT),) * v_ring.CHUNKS
 
     if work.OVERLAP:
         for j in range(1, own_hi - own_lo):
             p, acc, m_i, l_i, step = _overlapped_step(
-                p, acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, step = _add_values(p, acc, step, v_ring)
@@ -191,12 +231,12 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
         acc, step = _add_values(p, acc, step, v_ring)
         for j in range(1, own_hi - own_lo):
             acc, m_i, l_i, step = _serial_step(
-                acc, m_i, l_i, step, q_tile, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                acc, m_i, l_i, step, q, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
 
     step = _pass_over(own_lo - lo, step, k_ring, v_ring)
-    _finish(acc, m_i, l_i, q_tile, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
+    _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
 
@@ -226,15 +266,15 @@ def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, qk_scale2,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, m_blocks, heads_total, heads_together,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, SCALED_FIRST: gl.constexpr, LONGEST: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_SLOTS: gl.constexpr, OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
+    PACK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
     q_ring = make_ring(q_desc, ROWS, HEAD_DIM, Q_SLOTS * CONSUMERS, 1)
     k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM_V, STAGES, CONSUMERS * WARPS)
     ticket = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     issued = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TICKETS):
@@ -244,6 +284,7 @@ def _fwd_kernel(
     work = Work(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
+        PACK,
     )  # fmt: skip
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(

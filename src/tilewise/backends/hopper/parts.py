@@ -63,29 +63,50 @@ def arrive_warp(barrier):
 
 @gluon.aggregate
 class Ring:
-    """Slots of shared memory, [SLOTS, rows, HEAD_DIM], between the producer and the consumers."""
+    """Slots of shared memory between the producer and the consumers.
 
-    tiles: gl.shared_memory_descriptor
+    A slot is a tile [rows, HEAD_DIM], or, where HEAD_DIM is no power of two, CHUNKS tiles of some columns each, one after another.
+    """
+
+    tiles: gl.shared_memory_descriptor  # [SLOTS * CHUNKS, rows, columns]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
+    CHUNKS: gl.constexpr
 
     @gluon.jit
-    def fill(self, desc, batch, head, row, step):
-        """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes."""
+    def fill(self, desc, batch, head, row, step, PACK: gl.constexpr = 1):
+        """Producer: copy the rows from ``row`` on of one head. Rows past the end read as zeros, and count as bytes.
+
+        PACK above 1: the descriptor is of [batch, heads_kv, seqlen_q, PACK, columns], see ``Work``.
+        """
         slot = step % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
-        mbarrier.expect(self.full.index(slot), desc.block_type.nbytes)
-        tile = self.tiles.index(slot)
-        box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
-        tma.async_load(desc, [batch, head, row, 0], self.full.index(slot), box)
+        mbarrier.expect(self.full.index(slot), self.CHUNKS * desc.block_type.nbytes)
+        for c in gl.static_range(self.CHUNKS):
+            tile = self.tiles.index(slot * self.CHUNKS + c)
+            column = c * tile.type.shape[1]
+            if PACK == 1:
+                box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
+                tma.async_load(desc, [batch, head, row, column], self.full.index(slot), box)
+            else:
+                box = tile.reshape([1, 1, tile.type.shape[0] // PACK, PACK, tile.type.shape[1]])
+                tma.async_load(desc, [batch, head, row // PACK, 0, column], self.full.index(slot), box)
 
     @gluon.jit
     def take(self, step):
-        """Consumer: the tile of this step, once it is there."""
+        """Consumer: the tile of this step (the first of its chunks), once it is there."""
         slot = step % self.SLOTS
         wait(self.full.index(slot), (step // self.SLOTS) & 1)
-        return self.tiles.index(slot)
+        return self.tiles.index(slot * self.CHUNKS)
+
+    @gluon.jit
+    def take_chunks(self, step):
+        """Consumer: a tuple of the chunks of the tile of this step, once they are there."""
+        chunks = (self.take(step),)
+        for c in gl.static_range(1, self.CHUNKS):
+            chunks = chunks + (self.tiles.index(step % self.SLOTS * self.CHUNKS + c),)
+        return chunks
 
     @gluon.jit
     def release(self, step):
@@ -100,15 +121,17 @@ class Ring:
 
 @gluon.jit
 def make_ring(desc, ROWS_A_TILE: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring whose slots are empty again after RELEASES arrivals."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, ROWS_A_TILE, HEAD_DIM], LAYOUT)
+    """A ring whose slots are empty again after RELEASES arrivals. The descriptor's blocks are as wide as a chunk."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    CHUNKS: gl.constexpr = HEAD_DIM // COLUMNS
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128 if COLUMNS >= 64 else 64, 16, 2)
+    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * CHUNKS, ROWS_A_TILE, COLUMNS], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return Ring(tiles, full, empty, SLOTS)
+    return Ring(tiles, full, empty, SLOTS, CHUNKS)
 
 
 @gluon.constexpr_function
@@ -139,7 +162,11 @@ def _doubt_text(outputs, inputs):
 
 @gluon.aggregate
 class Work:
-    """What a launch has to do, as each partition sees it: tiles of queries, numbered from 0, and the keys that each needs."""
+    """What a launch has to do, as each partition sees it: tiles of queries, numbered from 0, and the keys that each needs.
+
+    PACK query heads that share a key head are worked on as one with PACK times as many rows: row r is query r // PACK of the
+    r % PACK-th of them. Then ``heads_q`` counts key heads and ``seqlen_q`` those rows.
+    """
 
     counter: gl.tensor  # int32, two words that are 0 between calls: tiles taken by programs beyond their first, and the flag
     m_blocks: gl.tensor
@@ -166,6 +193,7 @@ class Work:
     DYNAMIC: gl.constexpr
     HASTY: gl.constexpr  # the first tile's maximum stays the reference; a row that this does not suit raises the flag
     REDO: gl.constexpr  # the careful launch behind a hasty one, which works only if the flag is up, and puts it down
+    PACK: gl.constexpr
 
     @gluon.jit
     def total(self):
@@ -179,7 +207,7 @@ class Work:
         start_m = m_block * self.BLOCK_M
         row_end = min(start_m + self.BLOCK_M, self.seqlen_q)
         lo, hi = tiles_of_program(
-            self.q_start + start_m, self.q_start + row_end,
+            self.q_start + start_m // self.PACK, self.q_start + (row_end - 1) // self.PACK + 1,
             self.seqlen_k, self.upper, self.lower, self.BLOCK_N, self.HAS_UPPER, self.HAS_LOWER,
         )  # fmt: skip
         return batch, head_index - batch * self.heads_q, start_m, lo, hi
@@ -189,7 +217,7 @@ class Work:
         """``(own_lo, free_lo, free_hi, own_hi)`` of the consumer whose rows begin at ``start_row``."""
         row_end = min(start_row + ROWS, self.seqlen_q)
         return tiles_of_consumer(
-            self.q_start + start_row, self.q_start + row_end, lo, hi,
+            self.q_start + start_row // self.PACK, self.q_start + (row_end - 1) // self.PACK + 1, lo, hi,
             self.seqlen_k, self.upper, self.lower, self.BLOCK_N, self.HAS_UPPER, self.HAS_LOWER,
         )  # fmt: skip
 
@@ -240,7 +268,7 @@ def masked(s, work, n_block, start_row, free_lo, free_hi):
             eight = gl.arange(0, work.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
             quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
             pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-            q_pos = (work.q_start + start_row + row)[:, None, None, None]
+            q_pos = (work.q_start + (start_row + row) // work.PACK)[:, None, None, None]
             kv_pos = (n_block * work.BLOCK_N + quad * 2)[None, None, :, None]
             kv_pos = kv_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
             ok = allowed(q_pos, kv_pos, work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER)
