@@ -9,6 +9,7 @@ from ..problem import Problem
 __all__ = [
     "DKDV",
     "DQ",
+    "KEEPS",
     "KEPT",
     "KeptConfig",
     "KeysConfig",
@@ -91,6 +92,15 @@ KEPT: dict[int, tuple[KeptConfig, ...]] = {
 }
 # A ds in memory may take as many bytes as this many float32 copies of dq: linear in the length of a sequence.
 MOST_COPIES = 4
+# Where that was the faster way, by (head_dim, with an upper bound): classes of the number of keys.
+KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
+    (64, False): ("medium", "long"),
+    (64, True): (),
+    (128, False): ("short", "medium", "long"),
+    (128, True): ("medium",),
+    (256, False): ("short", "medium", "long"),
+    (256, True): ("short", "medium"),
+}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -143,16 +153,16 @@ def lookup_kept(problem: Problem) -> KeptConfig:
 def heads_kept(problem: Problem) -> int:
     """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
 
-    Only without a lower bound, since a band would fill little of its memory, and with an upper bound only where several heads fit:
-    the programs of one head have work of all lengths.
+    Never with a lower bound: a band would fill little of its memory.
     """
     p = problem
     _, _, has_upper, has_lower = p.bounds
-    if has_lower or p.head_dim == 64:
+    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
+    if has_lower or length not in KEEPS[p.head_dim, has_upper]:
         return 0
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize
     fit = min(heads, MOST_COPIES * 4 * p.batch * p.heads_q * padded_rows(p) * p.head_dim // a_head)
     while fit and heads % fit:
         fit -= 1
-    return fit if fit >= min(heads, 4 if has_upper else 1) else 0
+    return fit
