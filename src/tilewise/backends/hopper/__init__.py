@@ -91,19 +91,25 @@ def _counter(device: torch.device) -> torch.Tensor:
     return found
 
 
-def _plans(problem: Problem, config: HopperConfig, lse: torch.Tensor) -> tuple[tuple[Plan, ...], torch.Tensor]:
-    """The plans of one call, by the forms in ``FORMS``, and its counter.
+@functools.lru_cache(maxsize=4096)
+def _plans(problem: Problem, config: HopperConfig) -> tuple[tuple[Plan, ...], bool, int]:
+    """The plans of one call, by the forms in ``FORMS``; whether they count; heads packed.
 
     "careful"; or "hasty", which raises the flag if its result may be wrong, and "redo", careful, which works only if that is up.
+    A careful kernel in static order looks neither at the counter nor at the flag.
     """
-    # A careful kernel in static order looks neither at the counter nor at the flag.
-    counter = _counter(lse.device) if config.dynamic or config.guarded else lse
-    return tuple(_fwd_plan(problem, config, form) for form in FORMS[config.guarded]), counter
+    plans = tuple(_fwd_plan(problem, config, form) for form in FORMS[config.guarded])
+    return plans, config.dynamic or config.guarded, packs(problem, config)
 
 
-def _packed(problem: Problem, config: HopperConfig, t: torch.Tensor) -> torch.Tensor:
+@functools.lru_cache(maxsize=4096)
+def _picked(problem: Problem) -> tuple[tuple[Plan, ...], bool, int]:
+    """``_plans`` with the config of the problem."""
+    return _plans(problem, lookup(problem))
+
+
+def _packed(t: torch.Tensor, pack: int) -> torch.Tensor:
     """q or o as the descriptors of a packed launch see it: [batch, heads_kv, seqlen_q, group, columns]."""
-    pack = packs(problem, config)
     return t if pack == 1 else t.unflatten(1, (-1, pack)).transpose(2, 3)
 
 
@@ -111,15 +117,16 @@ def launches_fwd(
     problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> tuple[Launch, ...]:
     """The launches of one call, in this order."""
-    plans, counter = _plans(problem, config, lse)
-    q, o = _packed(problem, config, q), _packed(problem, config, o)
-    return tuple(each.launch(q, k, v, o, lse, counter) for each in plans)
+    plans, counts, pack = _plans(problem, config)
+    counter = _counter(lse.device) if counts else lse
+    return tuple(each.launch(_packed(q, pack), k, v, _packed(o, pack), lse, counter) for each in plans)
 
 
 def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    config = lookup(problem)
-    plans, counter = _plans(problem, config, lse)
-    q, o = _packed(problem, config, q), _packed(problem, config, o)
+    plans, counts, pack = _picked(problem)
+    if pack > 1:
+        q, o = _packed(q, pack), _packed(o, pack)
+    counter = _counter(lse.device) if counts else lse
     for each in plans:
         each.run(q, k, v, o, lse, counter)

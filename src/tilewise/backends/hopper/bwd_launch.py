@@ -3,6 +3,7 @@ queries."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -180,6 +181,34 @@ def launch_dq_kept(
     return _kept_plan(problem, config, first, ds.shape[0]).launch(ds, k, dq)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The plans of one call. ``chunks``: for some heads at a time the kernel over keys, and that which makes dq of the ds that it
+    keeps, in memory of this ``ds_shape``."""
+
+    rows: Plan
+    chunks: tuple[tuple[Plan, Plan | None], ...]
+    queries: Plan | None
+    ds_shape: tuple[int, int, int] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool) -> _Call:
+    p = problem
+    rows = _rows_plan(p, has_dlse)
+    heads = p.batch * p.heads_kv
+    count = heads_kept(p) if need_dq and need_dk else 0
+    if count:
+        config, kept = lookup_dkdv(p), lookup_kept(p)
+        chunks = tuple(
+            (_dkdv_plan(p, config, True, need_dv, first, count, True), _kept_plan(p, kept, first * p.group, count * p.group))
+            for first in range(0, heads, count)
+        )
+        return _Call(rows, chunks, None, (count * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)))
+    keys = ((_dkdv_plan(p, lookup_dkdv(p), need_dk, need_dv, 0, heads, False), None),) if need_dk or need_dv else ()
+    return _Call(rows, keys, _dq_plan(p, lookup_dq(p)) if need_dq else None, None)
+
+
 def backward(
     problem: Problem,
     do: torch.Tensor,
@@ -195,23 +224,15 @@ def backward(
 ) -> None:
     """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
     p = problem
+    call = _call(p, dq is not None, dk is not None, dv is not None, dlse is not None)
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
-    gradient_of_lse = lse if dlse is None else dlse.contiguous()
-    _rows_plan(p, dlse is not None).run(o, do, gradient_of_lse, lse, lse2, minus_delta)
-    heads = p.batch * p.heads_kv
+    call.rows.run(o, do, lse if dlse is None else dlse.contiguous(), lse, lse2, minus_delta)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
-    outputs = (k if dk is None else dk, v if dv is None else dv)
-    together_ = heads_kept(p) if dq is not None and dk is not None else 0
-    if together_:
-        config, kept = lookup_dkdv(p), lookup_kept(p)
-        ds = torch.empty((together_ * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=q.dtype, device=q.device)
-        for first in range(0, heads, together_):
-            each = _dkdv_plan(p, config, True, dv is not None, first, together_, True)
-            each.run(k, v, q, do, lse2, minus_delta, *outputs, ds)
-            _kept_plan(p, kept, first * p.group, together_ * p.group).run(ds, k, dq)
-        return
-    if dk is not None or dv is not None:
-        each = _dkdv_plan(p, lookup_dkdv(p), dk is not None, dv is not None, 0, heads, False)
-        each.run(k, v, q, do, lse2, minus_delta, *outputs, outputs[0])
-    if dq is not None:
-        _dq_plan(p, lookup_dq(p)).run(q, k, v, do, dq, lse2, minus_delta)
+    dk_out, dv_out = k if dk is None else dk, v if dv is None else dv
+    ds = dk_out if call.ds_shape is None else torch.empty(call.ds_shape, dtype=q.dtype, device=q.device)
+    for keys, kept in call.chunks:
+        keys.run(k, v, q, do, lse2, minus_delta, dk_out, dv_out, ds)
+        if kept is not None:
+            kept.run(ds, k, dq)
+    if call.queries is not None:
+        call.queries.run(q, k, v, do, dq, lse2, minus_delta)
