@@ -42,6 +42,18 @@ def test_it_takes(dtype, head_dim, mask):
     assert not refuse(ROW, _problem(f"dtype={dtype} seqlen=7x300 heads=8/2 head_dim={head_dim} mask={mask} arch=sm_90"))
 
 
+@pytest.mark.parametrize("grad", ["", "q", "k", "v", "kv", "qkv"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_auto_takes_it_for_training_too(head_dim, grad):
+    words = f" grad={grad}" if grad else ""
+    problem = _problem(f"seqlen=300 heads=8/2 head_dim={head_dim} mask=causal arch=sm_90{words}")
+    assert problem.grad == grad
+    assert ROW.gradients == "qkv"
+    assert ROW.deterministic
+    assert choose(problem).backend == "hopper"
+    assert choose(problem, "hopper").backend == "hopper"
+
+
 @pytest.mark.parametrize(
     "text, code",
     [

@@ -98,13 +98,18 @@ def padded_rows(problem: Problem) -> int:
     return -(-problem.seqlen_q // 128) * 128
 
 
-def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig) -> int:
-    """Bytes of shared memory that this config needs at most."""
+def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
+    """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row = problem.head_dim * problem.itemsize
     if isinstance(config, QueriesConfig):
         return (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row + _BARRIERS
+    if isinstance(config, KeptConfig):
+        return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (2 * row + 8)
-    return 2 * config.block_n * row + streamed + config.p_slots * 64 * config.block_m * problem.itemsize + _BARRIERS
+    handed = 64 * config.block_m * problem.itemsize
+    # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
+    kept = 2 * handed * (1 if config.p_slots else config.block_n // 64)
+    return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
 def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:

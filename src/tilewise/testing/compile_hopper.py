@@ -21,7 +21,7 @@ from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig, columns
 from ..problem import Problem
 from .compile_only import _assemble, use_target
 
-__all__ = ["MASKS", "KernelReport", "compile_forward", "main_loop"]
+__all__ = ["MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
 
 MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256", "negative": "causal sm_scale=-0.3"}
 
@@ -45,14 +45,14 @@ class KernelReport:
     matrix_waits: int
 
 
-def main_loop(sass: str, products: int) -> list[str]:
-    """The instructions of the shortest loop that holds at least ``products`` matrix instructions; empty if there is none.
+def loops(sass: str, products: int) -> list[list[str]]:
+    """The instructions of each innermost loop that holds at least ``products`` matrix instructions.
 
     A loop is what lies between a label and a later branch back to it. Waits spin in short loops of their own inside.
     """
     lines: list[str] = []
     labels: dict[str, int] = {}
-    best: list[str] = []
+    found: list[tuple[int, int]] = []
     for line in sass.splitlines():
         label = re.match(r"\s*(\.L_[\w.]+):", line)
         if label:
@@ -64,10 +64,15 @@ def main_loop(sass: str, products: int) -> list[str]:
         lines.append(code.group(1))
         target = re.search(r"\bBRA\b.*`\((\.L_[\w.]+)\)", code.group(1))
         if target and target.group(1) in labels:
-            body = lines[labels[target.group(1)] :]
-            if sum("HGMMA" in x for x in body) >= products and (not best or len(body) < len(best)):
-                best = body
-    return best
+            start = labels[target.group(1)]
+            if sum("HGMMA" in x for x in lines[start:]) >= products and not any(first >= start for first, _ in found):
+                found.append((start, len(lines)))
+    return [lines[start:end] for start, end in found]
+
+
+def main_loop(sass: str, products: int) -> list[str]:
+    """The shortest of ``loops``; empty if there is none."""
+    return min(loops(sass, products), key=len, default=[])
 
 
 def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str) -> KernelReport:

@@ -65,7 +65,7 @@ def _step(
         q_ring.arrived(step + 1)
     s_next = _scores(k_tile, q_ring.tile(step + 1), zeros)
     if keys.KEEPS:
-        kept.put(ds, m_block)
+        kept.put(step, ds, m_block)
     if keys.NEED_DK:
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
     q_ring.release(step)
@@ -120,7 +120,7 @@ def _consumer(
     for member in range(keys.group):
         if keys.KEEPS:
             head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
-            kept = KeptDs(ds_desc, stages.index(C), head, key_row)
+            kept = KeptDs(ds_desc, stages, head, key_row, C)
         else:
             kept = key_row
         step = _pass_over(own_lo - lo, step, q_ring, do_ring)
@@ -173,7 +173,7 @@ def _dkdv_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
     )  # fmt: skip
     if KEEPS:
-        stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, BLOCK_M], K_LAYOUT)
+        stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS * 2, ROWS, BLOCK_M], K_LAYOUT)
     else:
         stages = k_tiles
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages)

@@ -125,7 +125,7 @@ def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring
 
 
 @gluon.jit
-def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_desc, stage):
+def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_desc, stages):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
@@ -144,7 +144,7 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
         for member in range(keys.group):
             if keys.KEEPS:
                 head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
-                kept = KeptDs(ds_desc, stage, head, start_n)
+                kept = KeptDs(ds_desc, stages, head, start_n, 0)
             for m_block in range(lo, hi):
                 p16 = p_ring.get(step, S_LAYOUT)
                 ds = (p16.to(gl.float32) * dp).to(v_tile.dtype)
@@ -158,7 +158,7 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
                 minus_delta = rows_of(do_ring, step + 1, S_LAYOUT)
                 dp_next = warpgroup_mma(v_tile, do_ring.tile(step + 1).permute((1, 0)), zeros + minus_delta[None, :], is_async=True)
                 if keys.KEEPS:
-                    kept.put(ds, m_block)
+                    kept.put(step, ds, m_block)
                 dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
                 q_ring.release(step)
                 dp = warpgroup_mma_wait(0, deps=(dp_next,))
@@ -194,14 +194,14 @@ def _dkdv256_kernel(
         BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
     )  # fmt: skip
     if KEEPS:
-        stage = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+        stages = gl.allocate_shared_memory(DTYPE, [2, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     else:
-        stage = kv_full
+        stages = kv_full
     tiles = (k_tiles.index(0), v_tiles.index(0), kv_full, q_ring, do_ring, p_ring)
     gl.warp_specialize(
         [
             (_value_group, (keys, dv_desc) + tiles + (qk_scale2,)),
-            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stage)),
+            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stages)),
             (feed_all, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)),
         ],
         [WARPS, 1],

@@ -263,15 +263,17 @@ class KeptDs:
     """The way of ds^T to memory: [heads of the launch, keys, queries]."""
 
     desc: tma.tensor_descriptor
-    stage: gl.shared_memory_descriptor  # [ROWS keys, BLOCK_M queries]
+    stages: gl.shared_memory_descriptor  # [consumers * 2, ROWS keys, BLOCK_M queries]
     head: gl.tensor
     key_row: gl.tensor
+    C: gl.constexpr
 
     @gluon.jit
-    def put(self, ds, m_block):
-        """Start the copy of ds^T [ROWS, BLOCK_M] of one tile of queries."""
-        tma.store_wait(0)
-        self.stage.store(ds)
+    def put(self, step, ds, m_block):
+        """Start the copy of ds^T [ROWS, BLOCK_M] of one tile of queries; the copy of the step before may still read its slot."""
+        stage = self.stages.index(self.C * 2 + (step & 1))
+        tma.store_wait(1)
+        stage.store(ds)
         fence_async_shared()
-        box = self.stage.reshape([1, ROWS, ds.shape[1]])
+        box = stage.reshape([1, ROWS, ds.shape[1]])
         tma.async_store(self.desc, [self.head, self.key_row, m_block * ds.shape[1]], box)

@@ -1,0 +1,130 @@
+"""Compile every config of the ``hopper`` backend's backward kernels for sm_90a, without a GPU, and say what came of it.
+
+``python -m tilewise.testing.compile_hopper_backward`` prints a line of JSON for each kernel. It needs a process of its own, with
+TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
+
+import torch
+
+from ..arch import Runtime, runtime
+from ..configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..problem import Problem
+from .compile_hopper import loops
+from .compile_only import _assemble, use_target
+
+__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems"]
+
+MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
+SPILLED = re.compile(r"\b(?:STL|LDL)\b")
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """What the compiler made of one kernel. ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
+    in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
+    other loops that multiply as much."""
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    mask: str
+    config: list[object]
+    shared: int
+    predicted: int
+    spill: int
+    serialized: bool
+    free_loops: list[int]
+    free_spills: int
+    masked_spills: int
+
+
+def _products(problem: Problem, config: KeysConfig | QueriesConfig) -> tuple[int, int]:
+    """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
+    deep = problem.head_dim // 16
+    if isinstance(config, QueriesConfig):
+        return config.block_m // 64, 2 * deep + config.block_n // 16
+    if config.p_slots:
+        return 2, deep + config.block_m // 16
+    return config.block_n // 64, 2 * (deep + config.block_m // 16)
+
+
+def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask: str) -> BackwardReport:
+    """Compile the kernel of one config, after ``use_target("sm_90")``."""
+    from ..backends.hopper import bwd_launch
+
+    p = problem
+    dtype = getattr(torch, p.dtype)
+    q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
+    k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
+    rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
+    if isinstance(config, KeysConfig):
+        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k)
+    else:
+        launch = bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
+    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    log, sass = _assemble(compiled, "sm_90")
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    groups, products = _products(p, config)
+    found = sorted(loops(sass, products), key=len)
+    spilled = [sum(bool(SPILLED.search(line)) for line in body) for body in found]
+    return BackwardReport(
+        "dkdv" if isinstance(config, KeysConfig) else "dq",
+        p.head_dim,
+        p.dtype,
+        mask,
+        list(astuple(config)),
+        compiled.metadata.shared,
+        shared_memory(p, config),
+        sum(map(int, spills.groups())) if spills else -1,
+        "serialized" in log,
+        [len(body) for body in found[:groups]],
+        sum(spilled[:groups]),
+        sum(spilled[groups:]),
+    )
+
+
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig]]:
+    """The kernels of these head dims. The default config, the first, meets every mask, the others no mask and a causal one.
+
+    ``every``: all of them meet every mask, in float16 too. "tail" is no mask with a last tile of keys that is not full.
+    """
+    for head_dim in head_dims:
+        for configs in (DKDV[head_dim], DQ[head_dim]):
+            for place, config in enumerate(configs):
+                for mask, words in MASKS.items():
+                    if place and mask in ("tail", "window") and not every:
+                        continue
+                    # A multiple of 64, 128 and 192, or of none of them.
+                    seqlen = 1000 if mask == "tail" else 1152
+                    for dtype in ("bfloat16", "float16"):
+                        if dtype == "float16" and (place or mask != "causal") and not every:
+                            continue
+                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
+                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("head_dim", nargs="*", type=int, default=sorted(DKDV), help="which head dims (default: all)")
+    parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
+    options = parser.parse_args()
+    use_target("sm_90")
+    for mask, problem, config in problems(options.head_dim, options.every):
+        print(json.dumps(asdict(compile_backward(problem, config, mask))), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit
+
+
+if __name__ == "__main__":
+    main()

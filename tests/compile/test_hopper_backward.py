@@ -1,0 +1,133 @@
+"""Every config of the ``hopper`` backend's backward kernels compiles for sm_90a within its budget; no GPU is needed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+
+from tilewise.arch import ARCHS
+from tilewise.configs.hopper_backward import DKDV, DQ
+from tilewise.testing.compile_hopper import loops, main_loop
+from tilewise.testing.compile_hopper_backward import MASKS
+
+# (instructions of the longest loop without a mask, bytes of spills of the kernel) that Triton 3.9.0 made, by kernel, head_dim and
+# place in DKDV or DQ. The loop of dq holds the mask that free tiles branch around.
+BUDGETS = {
+    ("dkdv", 64, 0): {"full": (340, 0), "tail": (334, 112), "causal": (339, 412), "window": (332, 0)},
+    ("dkdv", 64, 1): {"full": (339, 0), "causal": (345, 0)},
+    ("dkdv", 64, 2): {"full": (593, 0), "causal": (604, 308)},
+    ("dkdv", 128, 0): {"full": (373, 0), "tail": (375, 0), "causal": (387, 356), "window": (383, 160)},
+    ("dkdv", 128, 1): {"full": (376, 0), "causal": (386, 356)},
+    ("dkdv", 256, 0): {"full": (273, 0), "tail": (273, 0), "causal": (272, 0), "window": (273, 0)},
+    ("dkdv", 256, 1): {"full": (273, 0), "causal": (271, 0)},
+    ("dq", 64, 0): {"full": (237, 0), "tail": (304, 0), "causal": (368, 0), "window": (433, 0)},
+    ("dq", 64, 1): {"full": (255, 0), "causal": (388, 0)},
+    ("dq", 64, 2): {"full": (392, 0), "causal": (651, 0)},
+    ("dq", 128, 0): {"full": (434, 0), "tail": (565, 0), "causal": (693, 0), "window": (826, 0)},
+    ("dq", 128, 1): {"full": (317, 0), "causal": (458, 0)},
+    ("dq", 128, 2): {"full": (279, 0), "causal": (411, 0)},
+    ("dq", 256, 0): {"full": (355, 0), "tail": (418, 0), "causal": (483, 0), "window": (734, 64)},
+    ("dq", 256, 1): {"full": (352, 0), "causal": (423, 140)},
+}
+SLACK = 1.03
+SPILL_SLACK = 1.1
+# Accesses to spilled registers in the loops of free tiles: one for each tile of keys where dq of 64 x 256 leaves no register.
+FREE_SPILLS = {("dq", 256, 0, "window"): 1, ("dq", 256, 1, "causal"): 1}
+
+CROWDED = """
+import json, os, sys
+from dataclasses import asdict
+from tilewise.configs.hopper_backward import KeysConfig
+from tilewise.problem import Problem
+from tilewise.testing.compile_hopper_backward import compile_backward, use_target
+use_target("sm_90")
+problem = Problem.parse("seqlen=1152 head_dim=128 arch=sm_90")
+print(json.dumps(asdict(compile_backward(problem, KeysConfig(64, 192, 2, 160, 32), "full"))))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def _place(report):
+    """Place of a report's config among the configs of its head_dim; the first's if it is none of them."""
+    table = (DKDV if report["kernel"] == "dkdv" else DQ)[report["head_dim"]]
+    configs = [list(vars(config).values()) for config in table]
+    return configs.index(report["config"]) if report["config"] in configs else 0
+
+
+def complaints(report):
+    """What is wrong with a kernel: nothing, if it may ship."""
+    wrong = []
+    key = report["kernel"], report["head_dim"], _place(report)
+    loop, spill = BUDGETS[key].get(report["mask"], (0, 0))
+    if report["shared"] > min(report["predicted"], ARCHS["sm_90"].shared_memory):
+        wrong.append(f"{report['shared']} bytes of shared memory, {report['predicted']} predicted")
+    if not 0 <= report["spill"] <= SPILL_SLACK * spill:
+        wrong.append(f"{report['spill']} bytes of spills")
+    if report["free_spills"] > FREE_SPILLS.get((*key, report["mask"]), 0):
+        wrong.append(f"{report['free_spills']} accesses to spilled registers in the loops of free tiles")
+    if report["serialized"]:
+        wrong.append("matrix products are serialized")
+    groups = 2 if report["head_dim"] > 64 or 128 in report["config"][:2] else 3
+    if len(report["free_loops"]) != groups or max(report["free_loops"]) > SLACK * loop:
+        wrong.append(f"loops of {report['free_loops']} instructions")
+    return wrong
+
+
+def _start(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def _reports(process):
+    out, errors = process.communicate(timeout=1800)
+    assert process.returncode == 0, errors[-2000:]
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    processes = [_start("-m", "tilewise.testing.compile_hopper_backward", str(head_dim)) for head_dim in DKDV]
+    return [report for process in processes for report in _reports(process)]
+
+
+def test_every_config_compiles_within_its_budget(reports):
+    wrong = {str(report): complaints(report) for report in reports if complaints(report)}
+    assert not wrong, "\n".join(f"{report}: {what}" for report, what in wrong.items())
+
+
+@pytest.mark.parametrize("name, table", [("dkdv", DKDV), ("dq", DQ)])
+def test_every_config_was_compiled(reports, name, table):
+    seen = {(r["head_dim"], r["mask"], _place(r)) for r in reports if r["kernel"] == name and r["dtype"] == "bfloat16"}
+    wanted = {(d, mask, 0) for d in table for mask in MASKS}
+    wanted |= {(d, mask, place) for d, configs in table.items() for place in range(len(configs)) for mask in ("full", "causal")}
+    assert seen == wanted
+    assert {r["head_dim"] for r in reports if r["kernel"] == name and r["dtype"] == "float16"} == set(table)
+
+
+def test_a_config_with_too_many_accumulators_is_caught():
+    (report,) = _reports(_start("-c", CROWDED))
+    assert any("spill" in wrong or "serialized" in wrong for wrong in complaints(report)), report
+
+
+def test_each_innermost_loop_is_found_once():
+    sass = """
+.L_x_1:
+        /*0010*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0020*/ @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0030*/ MOV R1, R2 ;
+.L_x_3:
+        /*0040*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0050*/ MOV R1, R2 ;
+        /*0060*/ @P1 BRA `(.L_x_3) ;
+        /*0070*/ @P2 BRA `(.L_x_2) ;
+"""
+    assert [len(body) for body in loops(sass, 1)] == [2, 3]
+    assert len(main_loop(sass, 1)) == 2
