@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..api import explain_problem
-from ..configs import lookup
+from ..configs import lookup, origin
 from ..errors import BackendRefused, InvalidInput
 from ..plan import TilePlan
 from ..problem import Problem
@@ -143,6 +143,8 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 
         sizes = tile_sizes(problem)
         return [_Pass("every pass", TilePlan(problem, sizes.block_m, sizes.block_n), "sized for a CPU's caches")]
+    if backend == "hopper":
+        return _hopper_passes(problem)
     named = [("fwd", "forward")]
     if problem.grad:
         named += [("dkdv", "backward dk, dv")] if set(problem.grad) & set("kv") else []
@@ -150,8 +152,28 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
     out = []
     for pass_, name in named:
         config = lookup(problem, pass_)
-        launch = f"{config.num_warps} warps, {config.num_stages} stage{'s' * (config.num_stages != 1)}"
+        launch = f"{config.num_warps} warps, {config.num_stages} stage{'s' * (config.num_stages != 1)}; {origin(problem, pass_)}"
         out.append(_Pass(name, TilePlan(problem, config.block_m, config.block_n), launch))
+    return out
+
+
+def _hopper_passes(problem: Problem) -> list[_Pass]:
+    from ..configs import hopper, hopper_backward
+
+    config = hopper.lookup(problem)
+    forms = [f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n)), hopper.origin(problem)]
+    out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), "; ".join([", ".join(forms[:-1]), forms[-1]]))]
+    source = hopper_backward.origin(problem) if problem.grad else ""
+    if set(problem.grad) & set("kv"):
+        keys = hopper_backward.lookup_dkdv(problem)
+        out.append(_Pass("backward dk, dv", TilePlan(problem, keys.block_m, keys.block_n), f"{keys.stages} stages; {source}"))
+    if "q" in problem.grad:
+        if "k" in problem.grad and hopper_backward.heads_kept(problem):
+            kept = hopper_backward.lookup_kept(problem)
+            out.append(_Pass("backward dq", TilePlan(problem, kept.block_m, 64), f"from ds in memory; {source}"))
+        else:
+            queries = hopper_backward.lookup_dq(problem)
+            out.append(_Pass("backward dq", TilePlan(problem, queries.block_m, queries.block_n), source))
     return out
 
 
