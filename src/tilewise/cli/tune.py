@@ -260,7 +260,8 @@ def _target(args: argparse.Namespace, arch: str) -> Path:
         records.read(path, arch)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if path.is_dir() or not os.access(there, os.W_OK):
-        raise InvalidInput(f"{str(path)!r} cannot be written, expected a file in a folder of yours: set --out or TILEWISE_CONFIG_DIR.")
+        what = f"{str(path)!r} cannot be written, expected a file in a folder of yours"
+        raise InvalidInput(f"{what}: set --out or TILEWISE_CONFIG_DIR.")
     return path
 
 
@@ -290,8 +291,8 @@ def run(args: argparse.Namespace) -> int:
     """Run ``tilewise tune``."""
     if not args.dry_run and not torch.cuda.is_available():
         print(
-            "tilewise: error: tune measures on a GPU, and PyTorch finds none here. Run it where torch.cuda.is_available() is True, or "
-            "list the candidates with --dry-run and arch=sm_90 (say) in the problem.",
+            "tilewise: error: tune measures on a GPU, and PyTorch finds none here. Run it where torch.cuda.is_available() is True, "
+            "or list the candidates with --dry-run and arch=sm_90 (say) in the problem.",
             file=sys.stderr,
         )
         return 2

@@ -195,7 +195,7 @@ def _record(row: Any, arch: Arch) -> tuple[Key, Any]:
     if unknown:
         raise ValueError(f"the word {unknown[0]!r} is unknown, expected {', '.join(sorted(known))}")
     if missing:
-        raise ValueError(f"the word {missing[0]!r} is missing")
+        raise ValueError(f"the word {missing[0]!r} is missing, expected {', '.join((*words, 'config'))}")
     for word in words:
         if not any(row[word] is v or (type(row[word]) is type(v) and row[word] == v) for v in values[word]):
             raise ValueError(f"{word} is {row[word]!r}, expected {', '.join(map(str, values[word]))}")

@@ -64,10 +64,9 @@ def _every(problem: Problem, backend: str, kernel: str) -> list[Any]:
         return [Config(*row) for row in dict.fromkeys(SPACE[kernel] + (WIDE_SPACE if p.itemsize > 2 else []))]
     if kernel == "fwd":
         return list(hopper.CHOICES[p.head_dim, p.head_dim_v])
-    dkdv, dq, kept = (table[p.head_dim] for table in (hopper_backward.DKDV, hopper_backward.DQ, hopper_backward.KEPT))
-    return [BackwardConfig(keys, queries=each) for keys in dkdv for each in dq] + [
-        BackwardConfig(keys, kept=each) for keys in dkdv for each in kept
-    ]
+    dkdv = hopper_backward.DKDV[p.head_dim]
+    again = [BackwardConfig(keys, queries=each) for keys in dkdv for each in hopper_backward.DQ[p.head_dim]]
+    return again + [BackwardConfig(keys, kept=each) for keys in dkdv for each in hopper_backward.KEPT[p.head_dim]]
 
 
 def _why(problem: Problem, backend: str, kernel: str, config: Any) -> str | None:
