@@ -35,8 +35,8 @@ Measure configs (tile sizes, warps, stages, forms of a kernel) on this machine's
 
 Every candidate is first held against float64 on small problems of the same kind, whole tiles and ragged ones, with every
 allocation filled with NaN; one that is wrong is reported and never timed. The others are timed in turn, each after the same
-rest: the best of {ROUNDS} medians of Triton's do_bench. Where the best is at least {LEAST_GAIN:.0%} faster than the present choice
-it is written to a file of your own, which every later call of tilewise asks before the records that ship with it:
+rest: the best of {ROUNDS} medians of Triton's do_bench. Where the best is at least {LEAST_GAIN:.0%} faster than the present choice it is
+written to a file of your own, which every later call of tilewise asks before the records that ship with it:
 
   $TILEWISE_CONFIG_DIR/ARCH.json, or ~/.config/tilewise/ARCH.json (with $XDG_CONFIG_HOME in the place of ~/.config)
 
@@ -56,7 +56,7 @@ examples:
   tilewise tune --grid fa3 --backend triton --budget 1800
   tilewise tune --dry-run --problem "seqlen=4096 head_dim=128 mask=causal arch=sm_80"
 
-exit status: 0 done, 1 a candidate was wrong, 2 bad arguments or no GPU
+exit status: 0 done, 1 a candidate gave a wrong result, 2 bad arguments or no GPU
 """
 
 
