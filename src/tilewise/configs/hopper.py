@@ -149,8 +149,12 @@ def _guarded_place(problem: Problem) -> int:
 
 
 def lookup(problem: Problem) -> HopperConfig:
-    """The config for this problem: a program a tile while the tiles are few; guarded where that is legal, pays and suits."""
+    """The config for this problem: guarded where that is legal, pays and suits; if not, tiles from a counter where that pays.
+
+    It does not while the tiles are few, nor for careful long calls with an upper bound at head dims from 128 on.
+    """
     p = problem
+    _, _, has_upper, has_lower = p.bounds
     static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
     if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
         return static
@@ -159,4 +163,4 @@ def lookup(problem: Problem) -> HopperConfig:
         picked = CHOICES[p.head_dim, p.head_dim_v][_guarded_place(p)]
         if illegal(p, picked) is None:
             return picked
-    return careful
+    return static if p.head_dim >= 128 and p.seqlen_k >= 8192 and has_upper and not has_lower else careful
