@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..configs.hopper_backward import DKDV, DQ, KEEPS, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
 from ..problem import Problem
 from .compile_hopper import loops
 from .compile_only import _assemble, use_target
@@ -49,9 +49,14 @@ class BackwardReport:
     masked_spills: int
 
 
-def _products(problem: Problem, config: KeysConfig | QueriesConfig) -> tuple[int, int]:
+AnyConfig = KeysConfig | QueriesConfig | KeptConfig
+
+
+def _products(problem: Problem, config: AnyConfig) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
     deep = problem.head_dim // 16
+    if isinstance(config, KeptConfig):
+        return config.block_m // 64, 64 // 16
     if isinstance(config, QueriesConfig):
         return config.block_m // 64, 2 * deep + config.block_n // 16
     if config.p_slots:
@@ -59,8 +64,14 @@ def _products(problem: Problem, config: KeysConfig | QueriesConfig) -> tuple[int
     return config.block_n // 64, 2 * (deep + config.block_m // 16)
 
 
-def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask: str) -> BackwardReport:
-    """Compile the kernel of one config, after ``use_target("sm_90")``."""
+def _name(config: AnyConfig, keeps: bool) -> str:
+    if isinstance(config, KeysConfig):
+        return "dkdv, ds kept" if keeps else "dkdv"
+    return "dq" if isinstance(config, QueriesConfig) else "dq of kept ds"
+
+
+def compile_backward(problem: Problem, config: AnyConfig, mask: str, keeps: bool = False) -> BackwardReport:
+    """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: one over keys that leaves ds in memory."""
     from ..backends.hopper import bwd_launch
 
     p = problem
@@ -68,8 +79,11 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
+    ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
     if isinstance(config, KeysConfig):
-        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k)
+        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k, ds if keeps else None)
+    elif isinstance(config, KeptConfig):
+        launch = bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
         launch = bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
@@ -79,7 +93,7 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     found = sorted(loops(sass, products), key=len)
     spilled = [sum(bool(SPILLED.search(line)) for line in body) for body in found]
     return BackwardReport(
-        "dkdv" if isinstance(config, KeysConfig) else "dq",
+        _name(config, keeps),
         p.head_dim,
         p.dtype,
         mask,
@@ -94,24 +108,32 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig]]:
-    """The kernels of these head dims. The default config, the first, meets every mask, the others no mask and a causal one.
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, AnyConfig, bool]]:
+    """The kernels of these head dims: ``(mask, problem, config, whether ds is kept)``.
 
-    ``every``: all of them meet every mask, in float16 too. "tail" is no mask with a last tile of keys that is not full.
+    The default config, the first, meets every mask, the others no mask and a causal one. ``every``: all of them meet every mask, in
+    float16 too. "tail" is no mask with a last tile of keys that is not full. ds is kept where ``KEEPS`` says so.
     """
     for head_dim in head_dims:
+
+        def parsed(mask: str, dtype: str, head_dim: int = head_dim) -> Problem:
+            seqlen = 1000 if mask == "tail" else 1152  # a multiple of none of 64, 128 and 192, or of all
+            text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={MASKS[mask]} arch=sm_90"
+            return Problem.parse(text, software=Runtime(runtime().triton))
+
         for configs in (DKDV[head_dim], DQ[head_dim]):
             for place, config in enumerate(configs):
-                for mask, words in MASKS.items():
+                for mask in MASKS:
                     if place and mask in ("tail", "window") and not every:
                         continue
-                    # A multiple of 64, 128 and 192, or of none of them.
-                    seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or mask != "causal") and not every:
-                            continue
-                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
-                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config
+                        if dtype == "bfloat16" or every or (mask == "causal" and not place):
+                            yield mask, parsed(mask, dtype), config, False
+        for mask in ("full", "causal"):
+            if KEEPS[head_dim, mask == "causal"]:
+                yield mask, parsed(mask, "bfloat16"), DKDV[head_dim][0], True
+        for config in KEPT[head_dim]:
+            yield "causal", parsed("causal", "bfloat16"), config, False
 
 
 def main() -> None:
@@ -120,8 +142,8 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
     options = parser.parse_args()
     use_target("sm_90")
-    for mask, problem, config in problems(options.head_dim, options.every):
-        print(json.dumps(asdict(compile_backward(problem, config, mask))), flush=True)
+    for mask, problem, config, keeps in problems(options.head_dim, options.every):
+        print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit
 
