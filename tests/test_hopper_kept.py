@@ -152,7 +152,8 @@ def _check_chunks(p, found):
     keys, queries = [], []
     ds = pairs[0][3][-1]
     assert ds.numel() * ds.element_size() <= _most(p)
-    assert ds.shape[1] >= p.seqlen_k and ds.shape[2] >= p.seqlen_q
+    assert ds.shape[1] >= p.seqlen_k
+    assert ds.shape[2] >= p.seqlen_q
     for (_, n, grid, tensors), (_, m, kept_grid, kept_tensors) in zip(pairs[::2], pairs[1::2], strict=True):
         assert n.KEEPS
         assert n.NEED_DK
@@ -204,7 +205,8 @@ def test_ds_is_kept_only_for_who_asks_for_dq_and_dk(monkeypatch):
     assert seen == {"dq": ["_dq_kernel"], ("dk", "dv"): ["_dkdv_kernel"], ("dq", "dv"): ["_dkdv_kernel", "_dq_kernel"]}
     keeps, kept = _launches(monkeypatch, p, ("dq", "dk"))[1:]
     assert (keeps[0], kept[0]) == ("_dkdv_kernel", "_dq_kept_kernel")
-    assert keeps[1].KEEPS and not keeps[1].NEED_DV
+    assert keeps[1].KEEPS
+    assert not keeps[1].NEED_DV
     names = [name for name, *_ in _launches(monkeypatch, dataclasses.replace(p, spec=Spec(upper=0, lower=100)))]
     assert names == ["_rows_kernel", "_dkdv_kernel", "_dq_kernel"]
 
