@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper_backward import DKDV, DQ, KEEPS, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..configs.hopper_backward import DKDV, DQ, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
 from ..problem import Problem
 from .compile_hopper import loops
 from .compile_only import _assemble, use_target
@@ -30,7 +30,8 @@ SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What the compiler made of one kernel. ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq or kept (dq of a ds in
+    memory); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
     of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
     in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
     other loops that multiply as much."""
@@ -49,10 +50,7 @@ class BackwardReport:
     masked_spills: int
 
 
-AnyConfig = KeysConfig | QueriesConfig | KeptConfig
-
-
-def _products(problem: Problem, config: AnyConfig) -> tuple[int, int]:
+def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
     deep = problem.head_dim // 16
     if isinstance(config, KeptConfig):
@@ -64,14 +62,10 @@ def _products(problem: Problem, config: AnyConfig) -> tuple[int, int]:
     return config.block_n // 64, 2 * (deep + config.block_m // 16)
 
 
-def _name(config: AnyConfig, keeps: bool) -> str:
-    if isinstance(config, KeysConfig):
-        return "dkdv, ds kept" if keeps else "dkdv"
-    return "dq" if isinstance(config, QueriesConfig) else "dq of kept ds"
-
-
-def compile_backward(problem: Problem, config: AnyConfig, mask: str, keeps: bool = False) -> BackwardReport:
-    """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: one over keys that leaves ds in memory."""
+def compile_backward(
+    problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig, mask: str, keeps: bool = False
+) -> BackwardReport:
+    """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: a kernel over keys writes ds to memory too."""
     from ..backends.hopper import bwd_launch
 
     p = problem
@@ -81,11 +75,12 @@ def compile_backward(problem: Problem, config: AnyConfig, mask: str, keeps: bool
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
     ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
     if isinstance(config, KeysConfig):
+        name = "keeps" if keeps else "dkdv"
         launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k, ds if keeps else None)
     elif isinstance(config, KeptConfig):
-        launch = bwd_launch.launch_dq_kept(p, config, ds, k, q)
+        name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
-        launch = bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
+        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -93,7 +88,7 @@ def compile_backward(problem: Problem, config: AnyConfig, mask: str, keeps: bool
     found = sorted(loops(sass, products), key=len)
     spilled = [sum(bool(SPILLED.search(line)) for line in body) for body in found]
     return BackwardReport(
-        _name(config, keeps),
+        name,
         p.head_dim,
         p.dtype,
         mask,
@@ -108,32 +103,29 @@ def compile_backward(problem: Problem, config: AnyConfig, mask: str, keeps: bool
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, AnyConfig, bool]]:
-    """The kernels of these head dims: ``(mask, problem, config, whether ds is kept)``.
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig | KeptConfig, bool]]:
+    """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
+    others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    The default config, the first, meets every mask, the others no mask and a causal one. ``every``: all of them meet every mask, in
-    float16 too. "tail" is no mask with a last tile of keys that is not full. ds is kept where ``KEEPS`` says so.
+    ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
+    full.
     """
     for head_dim in head_dims:
-
-        def parsed(mask: str, dtype: str, head_dim: int = head_dim) -> Problem:
-            seqlen = 1000 if mask == "tail" else 1152  # a multiple of none of 64, 128 and 192, or of all
-            text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={MASKS[mask]} arch=sm_90"
-            return Problem.parse(text, software=Runtime(runtime().triton))
-
-        for configs in (DKDV[head_dim], DQ[head_dim]):
+        tables = [(DKDV[head_dim], False), (DQ[head_dim], False), (DKDV[head_dim], True), (KEPT[head_dim], True)]
+        for configs, keeps in tables:
             for place, config in enumerate(configs):
-                for mask in MASKS:
-                    if place and mask in ("tail", "window") and not every:
+                if keeps and place and isinstance(config, KeysConfig) and not every:
+                    continue
+                for mask, words in MASKS.items():
+                    if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
+                    # A multiple of 64, 128 and 192, or of none of them.
+                    seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "bfloat16" or every or (mask == "causal" and not place):
-                            yield mask, parsed(mask, dtype), config, False
-        for mask in ("full", "causal"):
-            if KEEPS[head_dim, mask == "causal"]:
-                yield mask, parsed(mask, "bfloat16"), DKDV[head_dim][0], True
-        for config in KEPT[head_dim]:
-            yield "causal", parsed("causal", "bfloat16"), config, False
+                        if dtype == "float16" and (place or keeps or mask != "causal") and not every:
+                            continue
+                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
+                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
 
 
 def main() -> None:
