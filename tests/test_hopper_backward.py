@@ -15,7 +15,7 @@ from test_hopper_walk import WARPS, Barrier
 
 from tilewise.arch import Runtime
 from tilewise.backends.walk import queries_of_consumer, queries_of_program, tiles_of_consumer, tiles_of_program
-from tilewise.bodies import allowed, tile_range
+from tilewise.bodies import allowed
 from tilewise.configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, illegal, padded_rows
 from tilewise.problem import Problem
 from tilewise.spec import Spec
@@ -107,32 +107,6 @@ def test_keys_that_no_query_sees_get_the_last_tile_of_queries():
     walk = (128, 0, 0, 0, 64, True, False)  # 64 queries in two tiles, causal: the keys from 64 on see none
     assert queries_of_program(448, 512, *walk) == (1, 2)
     assert queries_of_consumer(448, 512, 1, 2, 512, *walk) == (1, 2, 2, 2)
-
-
-@pytest.mark.parametrize("block_m, block_n", [(64, 64), (64, 128), (64, 192), (128, 128)])
-def test_a_kept_ds_is_read_only_where_it_was_written(block_m, block_n):
-    """64 queries read the tiles of 64 keys that they see; a consumer over keys wrote what it visited. No lower bound."""
-    rng = random.Random(block_n)
-    for _ in range(150):
-        p = _draw(rng)
-        upper, lower, has_upper, has_lower = p.bounds
-        if has_lower:
-            continue
-        q_pad = padded_rows(p)
-        written = set()
-        for start in range(0, p.seqlen_k, block_n):
-            walk = (q_pad, p.q_start, upper, lower, block_m, has_upper, has_lower)
-            lo, hi = queries_of_program(start, min(start + block_n, p.seqlen_k), *walk)
-            for key in range(start, start + block_n, ROWS):
-                own_lo, _, _, own_hi = queries_of_consumer(key, key + ROWS, lo, hi, p.seqlen_k, *walk)
-                written |= {(key // ROWS, row // ROWS) for row in range(own_lo * block_m, own_hi * block_m, ROWS)}
-        queries, keys = p.q_start + torch.arange(p.seqlen_q)[:, None], torch.arange(p.seqlen_k)[None, :]
-        seen = allowed(queries, keys, p.seqlen_k, upper, 0, has_upper, False)
-        for row in range(0, p.seqlen_q, ROWS):
-            end = min(row + ROWS, p.seqlen_q)
-            _, _, _, read = tile_range(p.q_start + row, p.q_start + end, p.seqlen_k, upper, 0, ROWS, has_upper, False)
-            assert {(tile, row // ROWS) for tile in range(read)} <= written
-            assert not seen.expand(p.seqlen_q, p.seqlen_k)[row:end, read * ROWS :].any()
 
 
 class Slots:
