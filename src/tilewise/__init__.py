@@ -7,6 +7,7 @@ from .merge import merge
 from .problem import Problem
 from .reference import reference
 from .spec import Spec, causal, full, window
+from .terms import alibi, bias, dense, row_intervals, segments, sink, softcap
 
 __version__ = "0.1.0"
 
@@ -20,11 +21,18 @@ __all__ = [
     "Problem",
     "Reason",
     "Spec",
+    "alibi",
     "attention",
+    "bias",
     "causal",
+    "dense",
     "explain",
     "full",
     "merge",
     "reference",
+    "row_intervals",
+    "segments",
+    "sink",
+    "softcap",
     "window",
 ]

@@ -8,9 +8,9 @@ import torch
 
 from .errors import InvalidInput
 from .ops import attention_op
-from .problem import Problem, check_kinds, check_precision, check_scale, grad_letters
+from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, table
-from .spec import Spec, spec_of
+from .spec import SLOTS, Spec, spec_of
 
 __all__ = ["attention", "explain"]
 
@@ -27,6 +27,12 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
+
+
+def _check_tensors_of(spec: Spec) -> None:
+    for slot, t in zip(SLOTS, spec.tensors, strict=True):
+        if t is not None:
+            check_kind(slot, t, "that broadcasts over the call")
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,7 +112,8 @@ def attention(
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
             ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
-        spec: the mask as a ``tilewise.Spec``, instead of causal, window and align.
+        spec: mask, score steps and sinks as a ``tilewise.Spec``, instead of causal, window and align:
+            ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
@@ -137,11 +144,12 @@ def attention(
         raise InvalidInput(f"return_lse must be True or False, got {return_lse!r} of type {type(return_lse).__name__}.")
     # The dispatcher would turn a bool or a tensor into a float in silence, and refuse other kinds of tensors in words of its own.
     check_kinds(q, k, v)
+    _check_tensors_of(mask)
     check_scale(sm_scale, 1)
     if precision is not None:
         check_precision(precision, "float32")
     q, k, v = _autocast(q, k, v)
-    o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend)
+    o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend, mask.tensors)
     return (o, lse) if return_lse else o
 
 
@@ -163,6 +171,7 @@ def explain(
     """
     mask = _spec(causal, window, align, spec)
     check_kinds(q, k, v)
+    _check_tensors_of(mask)
     q, k, v = _autocast(q, k, v)
     problem = Problem.bind(
         q,
@@ -171,7 +180,7 @@ def explain(
         mask,
         sm_scale,
         precision,
-        grad_letters(q.requires_grad, k.requires_grad, v.requires_grad),
+        grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *mask.tensors[:3]))),
     )
     return explain_problem(problem)
 

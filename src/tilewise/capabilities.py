@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import Reason
-from .problem import Problem
+from .problem import GRADIENTS, Problem
 
 __all__ = ["CAPABILITIES", "Capability", "refuse"]
 
@@ -22,7 +22,8 @@ class Capability:
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), ``equal_head_dims`` asks for
     head_dim_v = head_dim, ``bulk_only`` for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it
-    can differentiate.
+    can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides
+    bounds (out of ``spec.TERMS``).
     """
 
     backend: str
@@ -40,6 +41,7 @@ class Capability:
     equal_head_dims: bool = False
     bulk_only: bool = False
     gradients: str = "qkv"
+    terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
 
@@ -126,9 +128,14 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         no("head_dim", f"head_dim_v is {p.head_dim_v} and head_dim {p.head_dim}, it needs them equal")
     if c.bulk_only and not p.bulk:
         no("layout", "a tensor has a base or strides that are not multiples of 16 bytes, or a last dim that is not contiguous")
-    missing = [name for name in p.grad if name not in c.gradients]
+    lacking = [term for term in p.spec.terms if term not in c.terms]
+    if lacking:
+        have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
+        no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients]
     if missing:
-        no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {'none' if not c.gradients else c.gradients}")
+        have = ", ".join(GRADIENTS[letter] for letter in c.gradients)
+        no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {have or 'none'}")
     if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
         no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")
     return reasons

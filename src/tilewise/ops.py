@@ -1,6 +1,7 @@
 """The two registered operators, their fake kernels, their batching rules, and the gradient.
 
-The operators have fixed arity; the spec crosses as its string and gradients that nobody asked for come back with no elements.
+The operators have fixed arity; the spec crosses as its string, the tensors that it names as optional arguments in the order of
+``spec.SLOTS``, and gradients that nobody asked for come back with no elements.
 
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. Compiled and
 exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code
@@ -15,26 +16,29 @@ from typing import Any
 import torch
 
 from .backends import module_of
+from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
-from .problem import Problem, check_precision, check_tensors, dtype_name, grad_letters
+from .operands import describe, full_rank
+from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_name, grad_letters, keeps_rows
 from .select import capability, choose
-from .spec import Spec
+from .spec import NO_TENSORS, SLOTS, Spec, Tensors
 
 __all__ = ["attention_op"]
 
 _LIB = torch.library.Library("tilewise", "DEF")
+_TENSORS = ", ".join(f"Tensor? {slot}=None" for slot in SLOTS)
 _LIB.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad)"
-    " -> (Tensor, Tensor)"
+    "attention_forward(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad,"
+    f" {_TENSORS}) -> (Tensor, Tensor, Tensor)"
 )
 _LIB.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, str spec,"
-    " float? sm_scale, str? precision, str backend, str grad) -> (Tensor, Tensor, Tensor)"
+    f" float? sm_scale, str? precision, str backend, str grad, Tensor? rows=None, {_TENSORS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
-
 # Real and fake kernels allocate through the same three functions, so their shapes, dtypes and strides agree.
 
 
@@ -49,20 +53,26 @@ def _like(t: torch.Tensor, heads: int, last: int) -> torch.Tensor:
     return t.new_empty((batch, heads, seqlen, last))
 
 
-def _empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return _like(q, q.shape[1], v.shape[3]), lse
+def _empty_outputs(q: torch.Tensor, v: torch.Tensor, keeps_rows: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``o``, ``lse`` and ``rows``: what the backward pass must know of a row besides lse, without elements if that is nothing."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shape = (q.shape[0], q.shape[1], q.shape[2])
+    rows = q.new_empty((*shape, 2) if keeps_rows else (0,), dtype=wide)
+    return _like(q, q.shape[1], v.shape[3]), q.new_empty(shape, dtype=wide), rows
 
 
-def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: str) -> tuple[torch.Tensor, ...]:
-    named = (("q", q), ("k", k), ("v", v))
-    return tuple(_like(t, t.shape[1], t.shape[3]) if n in grad else t.new_empty((0,)) for n, t in named)
+def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> tuple[torch.Tensor, ...]:
+    """In the order of ``GRADIENTS``. That of a tensor that the spec names has its very shape."""
+    wanted = [_like(t, t.shape[1], t.shape[3]) if n in grad else q.new_empty((0,)) for n, t in (("q", q), ("k", k), ("v", v))]
+    for letter, t in zip("bas", tensors, strict=False):
+        wanted.append(t.new_empty(t.shape) if letter in grad else q.new_empty((0,)))
+    return tuple(wanted)
 
 
-def _run(backend: str, problem: Problem, direction: str, *tensors: torch.Tensor | None) -> None:
+def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
     work = getattr(module_of(backend), direction)
-    device = tensors[0].device.type  # type: ignore[union-attr]
+    device = tensors[0].device.type
     try:
         if _autocasts(device):
             with torch.autocast(device, enabled=False):
@@ -86,13 +96,15 @@ _bound: dict[tuple[Any, ...], tuple[Problem, str]] = {}
 _MOST_BOUND = 4096
 
 
-def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> tuple[Problem, str]:
+def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS) -> tuple[Problem, str]:
     """The problem of a call and its backend. Calls that agree in all metadata, addresses modulo 16 included, share one answer."""
     metadata = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in (q, k, v, *also)]
+    if tensors is not NO_TENSORS:
+        metadata += [None if t is None else (t.shape, t.dtype, t.device) for t in tensors]
     key = (*metadata, spec, sm_scale, precision, backend, grad)
     found = _bound.get(key)
     if found is None:
-        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also)
+        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors)
         found = problem, choose(problem, backend).backend
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
@@ -100,24 +112,48 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> tuple[P
     return found
 
 
-def _forward(q, k, v, spec, sm_scale, precision, backend, grad):
-    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad)
-    o, lse = _empty_outputs(q, v)
+def _tensors_of(given: tuple[torch.Tensor | None, ...]) -> Tensors:
+    return Tensors(*given) if any(t is not None for t in given) else NO_TENSORS
+
+
+def _views(tensors: Tensors) -> Tensors:
+    """The tensors as backends take them: views with all dims of their slots."""
+    return Tensors(*(None if t is None else full_rank(slot, t) for slot, t in zip(SLOTS, tensors, strict=True)))
+
+
+def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    tensors = _tensors_of(given)
+    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad, tensors=tensors)
+    o, lse, rows = _empty_outputs(q, v, problem.keeps_rows)
     if problem.is_empty:
-        return o.zero_(), lse.fill_(float("-inf"))
-    _run(chosen, problem, "forward", q, k, v, o, lse)
-    return o, lse
+        lse.fill_(float("-inf"))
+        if tensors.sink is not None:
+            lse.copy_(full_rank("sink", tensors.sink)[..., None].expand(lse.shape))
+        return o.zero_(), lse, rows.zero_()
+    extra = () if tensors is NO_TENSORS else (_views(tensors), rows)
+    _run(chosen, problem, "forward", q, k, v, o, lse, *extra)
+    return o, lse, rows
 
 
-def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad):
+def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
     if do is None:
         do = torch.zeros_like(o)
-    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o))
-    grads = _empty_gradients(q, k, v, grad)
+    tensors = _tensors_of(given)
+    problem, chosen = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
+    grads = _empty_gradients(q, k, v, tensors, grad)
     if problem.is_empty:
-        return tuple(t.zero_() for t in grads)
-    wanted = (t if name in grad else None for name, t in zip("qkv", grads, strict=True))
-    _run(chosen, problem, "backward", do, dlse, q, k, v, o, lse, *wanted)
+        for t in grads:
+            t.zero_()
+        if "s" in grad and dlse is not None:
+            # Without keys lse is the sink itself.
+            grads[5].copy_(dlse.sum(-1).sum_to_size(full_rank("sink", grads[5]).shape).view(grads[5].shape))
+        return grads
+    dq, dk, dv, *more = (t if letter in grad else None for letter, t in zip(GRADIENTS, grads, strict=True))
+    extra = ()
+    if tensors is not NO_TENSORS:
+        named = zip(("bias", "slopes", "sink"), more, strict=True)
+        extra = (_views(tensors), rows, _views(Tensors(**dict(named))))
+    _run(chosen, problem, "backward", do, dlse, q, k, v, o, lse, dq, dk, dv, *extra)
     return grads
 
 
@@ -127,44 +163,23 @@ for _device in _DEVICES:
 
 
 @torch.library.register_fake("tilewise::attention_forward", lib=_LIB)
-def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad):
+def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     check_tensors(q, k, v)
     check_precision(precision, dtype_name(q.dtype))
     if backend != "auto":
         capability(backend)
-    return _empty_outputs(q, v)
+    parsed = Spec.parse(spec)
+    describe(parsed, _tensors_of(given), q, k)
+    return _empty_outputs(q, v, keeps_rows(parsed, grad))
 
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
-def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad):
-    return _empty_gradients(q, k, v, grad)
+def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+    return _empty_gradients(q, k, v, _tensors_of(given), grad)
 
 
-def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
-    """The batched dim of ``t`` (``None``: it is the same for all) folded into its first dim."""
-    if t is None:
-        return None
-    batched = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    return batched.flatten(0, 1)
-
-
-def _vmap_rule(op: Any, tensors: int) -> Any:
-    """The batching rule of an operator whose first arguments are tensors that all begin with the batch dim."""
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        size = info.batch_size
-        folded = (_folded(t, dim, size) for t, dim in zip(args[:tensors], in_dims[:tensors], strict=True))
-        outputs = op(*folded, *args[tensors:])
-        # A gradient that nobody asked for has one dim and no elements: it has no batch to unfold.
-        batched = [t.dim() > 1 for t in outputs]
-        unfolded = (t.unflatten(0, (size, t.shape[0] // size)) if b else t for t, b in zip(outputs, batched, strict=True))
-        return tuple(unfolded), tuple(0 if b else None for b in batched)
-
-    return rule
-
-
-torch.library.register_vmap("tilewise::attention_forward", _vmap_rule(_FORWARD, 3), lib=_LIB)
-torch.library.register_vmap("tilewise::attention_backward", _vmap_rule(_BACKWARD, 7), lib=_LIB)
+torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
+torch.library.register_vmap("tilewise::attention_backward", backward_rule(_BACKWARD), lib=_LIB)
 
 
 def _refuse_derivative(what: str) -> BackendRefused:
@@ -225,36 +240,45 @@ class _BackwardFunctorch(torch.autograd.Function):
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
     _refuse_functorch()
-    _refuse_tangents(*args[:7])
+    _refuse_tangents(*args[:7], *args[12:])
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
 
 
+_INPUTS = 3 + len(SLOTS)
+_ARGUMENTS = 5  # spec, sm_scale, precision, backend, grad
+
+
 def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    grad = grad_letters(*ctx.needs_input_grad[:3])
+    grad = grad_letters(*ctx.needs_input_grad[: len(GRADIENTS)])
+    nothing = (None,) * (_INPUTS + _ARGUMENTS)
     if (do is None and dlse is None) or not grad:
-        return (None,) * 8
+        return nothing
     apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
-    grads = apply(do, dlse, *ctx.saved_tensors, *ctx.arguments, grad)
-    return (*(g if name in grad else None for name, g in zip("qkv", grads, strict=True)), *(None,) * 5)
+    q, k, v, o, lse, rows, *tensors = ctx.saved_tensors
+    more = (rows, *tensors) if any(t is not None for t in tensors) else ()
+    grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *more)
+    return (*(g if name in grad else None for name, g in zip(GRADIENTS, grads, strict=True)), *nothing[len(GRADIENTS) :])
 
 
 class _Attention(torch.autograd.Function):
-    """The forward operator with its gradient."""
+    """The forward operator with its gradient. The arguments are q, k, v, the tensors of the spec, and then the rest."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        inputs, rest = args[:_INPUTS], args[_INPUTS:]
         with torch._C._AutoDispatchBelowAutograd():
-            o, lse = _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.arguments = (spec, sm_scale, precision, backend)
+            o, lse, rows = _FORWARD(*inputs[:3], *rest, *inputs[3:])
+        ctx.save_for_backward(*inputs[:3], o, lse, rows, *inputs[3:])
+        ctx.arguments = rest[:-1]
+        ctx.mark_non_differentiable(rows)
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, lse, rows
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
         return _gradients(ctx, do, dlse)
 
 
@@ -264,18 +288,18 @@ class _AttentionFunctorch(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
-        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+    def forward(*args: Any) -> Any:
+        return _FORWARD(*args[:3], *args[_INPUTS:], *args[3:_INPUTS])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, spec, sm_scale, precision, backend, _ = inputs
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.arguments = (spec, sm_scale, precision, backend)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_INPUTS])
+        ctx.arguments = inputs[_INPUTS:-1]
+        ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
         return _gradients(ctx, do, dlse)
 
     @staticmethod
@@ -283,16 +307,19 @@ class _AttentionFunctorch(torch.autograd.Function):
         raise _refuse_derivative("forward-mode derivative (jvp)")
 
 
-def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad):
+def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     """The forward operator where autograd may be recording. ``grad`` is found anew: a graph's may be older than its inputs."""
     _refuse_functorch()
-    _refuse_tangents(q, k, v)
-    needs = torch.is_grad_enabled()
-    grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
+    _refuse_tangents(q, k, v, *given)
+    grad = ""
+    if torch.is_grad_enabled():
+        needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
+        grad = grad_letters(*needs)
     if grad:
-        return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad)
+        tensors = (*given, *(None,) * (len(SLOTS) - len(given)))
+        return _Attention.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)
     with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
 
 _LIB.impl("attention_forward", _forward_autograd, "Autograd")
@@ -300,13 +327,23 @@ _LIB.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: str,
+    sm_scale: float | None,
+    precision: str | None,
+    backend: str,
+    tensors: Tensors = NO_TENSORS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(o, lse)``, differentiable where an input needs it. The tensors have passed ``check_kinds``."""
-    args = (q, k, v, spec, sm_scale, precision, backend, "")
+    given = () if all(t is None for t in tensors) else tensors
+    args = (q, k, v, spec, sm_scale, precision, backend, "", *given)
     if torch.compiler.is_compiling():
-        return _FORWARD(*args)
-    if torch._C._are_functorch_transforms_active():
-        return _AttentionFunctorch.apply(*args)  # type: ignore[return-value]
-    # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
-    return _forward_autograd(*args)  # type: ignore[return-value]
+        o, lse, _ = _FORWARD(*args)
+    elif torch._C._are_functorch_transforms_active():
+        o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, "")  # type: ignore[misc]
+    else:
+        # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
+        o, lse, _ = _forward_autograd(*args)  # type: ignore[misc]
+    return o, lse

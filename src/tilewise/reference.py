@@ -9,7 +9,7 @@ import torch
 
 from .bodies import allowed
 from .problem import Problem
-from .spec import Spec
+from .spec import NO_TENSORS, Spec, Tensors
 
 __all__ = ["mask_of", "reference"]
 
@@ -60,7 +60,16 @@ def reference(
     return p @ v64, lse.masked_fill(empty, float("-inf"))
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
     o.copy_(o64)
@@ -79,6 +88,9 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
     p = problem

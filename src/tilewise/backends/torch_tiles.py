@@ -20,6 +20,7 @@ import torch
 from ..bodies import allowed
 from ..plan import TilePlan
 from ..problem import Problem
+from ..spec import NO_TENSORS, Tensors
 
 __all__ = ["backward", "forward", "tile_sizes", "work_dtype"]
 
@@ -183,7 +184,16 @@ class _Work:
 
 
 @torch.no_grad()
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     work = _Work(problem, q)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
@@ -236,6 +246,9 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
     work = _Work(problem, q)
@@ -247,8 +260,8 @@ def backward(
         for g in work.groups():
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                rows = _Rows.of(work, q[at], do[at], o[at], lse[at], None if dlse is None else dlse[at])
-                _backward_tile(work, m_block, rows, k[b, h], v[b, h], None if dq is None else dq[at], dk_sum, dv_sum)
+                resident = _Rows.of(work, q[at], do[at], o[at], lse[at], None if dlse is None else dlse[at])
+                _backward_tile(work, m_block, resident, k[b, h], v[b, h], None if dq is None else dq[at], dk_sum, dv_sum)
         for out, total in ((dk, dk_sum), (dv, dv_sum)):
             if out is not None and total is not None and total.dtype != out.dtype:
                 out[b, h].copy_(total)

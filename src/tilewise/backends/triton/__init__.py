@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ... import configs
 from ...configs import Config, padded
 from ...problem import Problem
+from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch
 from . import bwd, fwd
 
@@ -169,7 +170,16 @@ def launch_dq(
     return Launch(bwd._dq_kernel, grid, args, options)
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     with torch.cuda.device_of(q):
         launch_fwd(problem, configs.lookup(problem, "fwd"), q, k, v, o, lse).run()
@@ -187,6 +197,9 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
     with torch.cuda.device_of(q):
