@@ -3,6 +3,7 @@
 from .api import attention, explain
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
+from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
 from .reference import reference
@@ -25,14 +26,19 @@ __all__ = [
     "attention",
     "bias",
     "causal",
+    "chunked",
     "dense",
+    "documents",
     "explain",
     "full",
+    "key_padding",
     "merge",
+    "prefix_lm",
     "reference",
     "row_intervals",
     "segments",
     "sink",
     "softcap",
+    "spans",
     "window",
 ]

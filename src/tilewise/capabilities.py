@@ -13,6 +13,7 @@ from .problem import GRADIENTS, Problem
 __all__ = ["CAPABILITIES", "Capability", "refuse"]
 
 HALF = ("float16", "bfloat16")
+MASKS = ("segment", "row", "dense")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         triton=(3, 6),
         interpretable=True,
         min_compute_capability=80,
+        terms=MASKS,
     ),
     Capability(
         "torch",
@@ -79,6 +81,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
+        terms=MASKS,
     ),
     Capability(
         "reference",
@@ -86,6 +89,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
+        terms=MASKS,
         auto=False,
         quadratic=True,
     ),

@@ -5,23 +5,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from .bodies import allowed
+from .bodies import allowed, in_row, same_segment
+from .operands import full_rank
 from .problem import Problem
 from .spec import NO_TENSORS, Spec, Tensors
 
 __all__ = ["mask_of", "reference"]
 
 
-def mask_of(spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The boolean mask (seqlen_q, seqlen_k) of a spec: True where the query sees the key."""
+def mask_of(
+    spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu", tensors: Tensors | None = None
+) -> torch.Tensor:
+    """The boolean mask of a spec (with its own tensors by default): True where the query sees the key.
+
+    (seqlen_q, seqlen_k), or (batch or 1, heads_q or 1, seqlen_q, seqlen_k) where terms of the spec are tensors.
+    """
     q_pos = torch.arange(seqlen_q, device=device)[:, None] + spec.q_start(seqlen_q, seqlen_k)
     kv_pos = torch.arange(seqlen_k, device=device)[None, :]
     ok = allowed(
         q_pos, kv_pos, seqlen_k, spec.upper, spec.lower, spec.upper is not None, spec.lower is not None
     )
-    return ok.expand(seqlen_q, seqlen_k)
+    t = spec.tensors if tensors is None else tensors
+    if spec.segment:
+        q_ids, k_ids = full_rank("segment_q", t.segment_q), full_rank("segment_k", t.segment_k)
+        ok = ok & same_segment(q_ids[:, None, :, None], k_ids[:, None, None, :])
+    if spec.row:
+        start, end = full_rank("row_start", t.row_start), full_rank("row_end", t.row_end)
+        ok = ok & in_row(kv_pos, start[..., None], end[..., None])
+    if spec.dense:
+        ok = ok & full_rank("dense", t.dense)
+    return ok.expand(*ok.shape[:-2], seqlen_q, seqlen_k)
 
 
 def reference(
@@ -51,12 +68,12 @@ def reference(
     s = s.masked_fill(~ok, float("-inf"))
     empty = ~ok.any(dim=-1)
     # An empty row would be 0 / 0: give it harmless scores, and take its result and its gradient away again.
-    s = s.masked_fill(empty[:, None], 0.0)
+    s = s.masked_fill(empty[..., None], 0.0)
     if k.shape[2] == 0:
         lse = s.new_full(s.shape[:-1], float("-inf")) + q64.sum(-1) * 0
         return (s @ v64), lse
     lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - lse[..., None]).masked_fill(empty[:, None], 0.0)
+    p = torch.exp(s - lse[..., None]).masked_fill(empty[..., None], 0.0)
     return p @ v64, lse.masked_fill(empty, float("-inf"))
 
 
@@ -71,7 +88,7 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
+    o64, lse64 = reference(q, k, v, dataclasses.replace(problem.spec, tensors=tensors), problem.sm_scale)
     o.copy_(o64)
     lse.copy_(lse64)
 
@@ -96,8 +113,9 @@ def backward(
     p = problem
     q64, k64, v64, do64 = (t.double() for t in (q, k, v, do))
     k64, v64 = (t.repeat_interleave(p.group, dim=1) for t in (k64, v64))
-    o64, lse64 = reference(q, k, v, p.spec, p.sm_scale)
-    ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)
+    spec = dataclasses.replace(p.spec, tensors=tensors)
+    o64, lse64 = reference(q, k, v, spec, p.sm_scale)
+    ok = mask_of(spec, p.seqlen_q, p.seqlen_k, q.device)
     # A row with lse = -inf has no True in its mask; its pivot only has to be finite.
     pivot = lse64.masked_fill(lse64 == float("-inf"), 0.0)[..., None]
     probs = torch.exp((q64 @ k64.transpose(-1, -2) * p.sm_scale - pivot).masked_fill(~ok, float("-inf")))

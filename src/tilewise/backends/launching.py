@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Launch"]
+import torch
+
+__all__ = ["Launch", "broadcast_strides"]
+
+
+def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that broadcasts where its size is 1."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from ..bodies import allowed
-from ..plan import TilePlan
+from ..plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan
 from ..problem import Problem
 from ..spec import NO_TENSORS, Tensors
+from .tile_mask import TileMask
 
 __all__ = ["backward", "forward", "tile_sizes", "work_dtype"]
 
@@ -101,7 +102,7 @@ def work_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class _Work:
     """What one call works with: tile sizes, plan, scratch, masks."""
 
-    def __init__(self, problem: Problem, q: torch.Tensor):
+    def __init__(self, problem: Problem, q: torch.Tensor, tensors: Tensors):
         self.problem = problem
         self.device = q.device
         self.dtype = work_dtype(q.dtype, q.device)
@@ -110,6 +111,10 @@ class _Work:
         self.scale2 = problem.sm_scale * _LOG2E
         self._scratch: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        mask = MaskTensors.of(tensors)
+        self.mask = None if mask is None else TileMask(problem, mask, self.sizes.block_m, self.sizes.block_n)
+        self._part = (slice(None),) * 3
+        self._kinds: list[list[int]] = []
 
     def chunks(self) -> Iterator[_Chunk]:
         p, s = self.problem, self.sizes
@@ -147,10 +152,18 @@ class _Work:
             kept = self._scratch[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         return kept[:size].view(shape)
 
-    def bounds_matter(self, free: bool) -> bool:
-        """Tiles are cut at seqlen_k, so without a bound no tile needs a mask."""
+    def enter(self, chunk: _Chunk, group: slice) -> None:
+        """All tiles that follow belong to these batches and heads."""
+        if self.mask is not None:
+            self._part = (chunk.batch, chunk.heads, group)
+            self._kinds = self.mask.kinds_of(*self._part)
+
+    def kind(self, m_block: int, n_block: int, free: bool) -> int:
+        """EMPTY, MASKED or FREE. Tiles are cut at seqlen_k, so without a bound or a mask that is a tensor every tile is free."""
+        if self.mask is not None:
+            return self._kinds[m_block][n_block]
         _, _, has_upper, has_lower = self.problem.bounds
-        return not free and (has_upper or has_lower)
+        return MASKED if not free and (has_upper or has_lower) else FREE
 
     def scores(self, qt: torch.Tensor, kt: torch.Tensor) -> torch.Tensor:
         """``s2 = scale log2(e) q k^T`` (heads, rows, keys), in scratch."""
@@ -162,6 +175,11 @@ class _Work:
         """Put -inf where the query does not see the key."""
         rows, cols = queries.stop - queries.start, keys.stop - keys.start
         keep, fill = self._mask(queries.start + self.problem.q_start - keys.start, rows, cols)
+        if self.mask is not None:
+            batch, heads, group = self._part
+            ok = (keep != 0) & self.mask.seen(batch, heads, group, queries, keys)
+            s.view(batch.stop - batch.start, heads.stop - heads.start, -1, rows, cols).masked_fill_(~ok, _NEG_INF)
+            return
         bits = s.view(s.shape[0], -1, rows, cols).view(keep.dtype)
         # On the bits this is 4 times as fast as masked_fill_ with a mask that broadcasts, and hides a NaN as well.
         bits.bitwise_and_(keep).bitwise_or_(fill)
@@ -195,11 +213,12 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    work = _Work(problem, q)
+    work = _Work(problem, q, tensors)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         for g in work.groups():
+            work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
                 _forward_tile(work, m_block, q[at], k[b, h], v[b, h], o[at], lse[at])
@@ -215,9 +234,12 @@ def _forward_tile(
     acc = work.scratch("acc", *qt.shape[:2], v.shape[-1]).zero_()
     lo, free_lo, free_hi, hi = work.plan.keys_of(m_block)
     for n_block in range(lo, hi):
+        kind = work.kind(m_block, n_block, free_lo <= n_block < free_hi)
+        if kind == EMPTY:
+            continue
         keys = work.keys(n_block)
         s = work.scores(qt, work.load(k[:, :, keys]))
-        masked = work.bounds_matter(free_lo <= n_block < free_hi)
+        masked = kind == MASKED
         if masked:
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
@@ -251,13 +273,14 @@ def backward(
     grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
-    work = _Work(problem, q)
+    work = _Work(problem, q, tensors)
     q, do, o, lse = (work.by_group(t) for t in (q, do, o, lse))
     dlse, dq = (None if t is None else work.by_group(t) for t in (dlse, dq))
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         dk_sum, dv_sum = (None if t is None else _sum_of(t[b, h], work.dtype) for t in (dk, dv))
         for g in work.groups():
+            work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
                 resident = _Rows.of(work, q[at], do[at], o[at], lse[at], None if dlse is None else dlse[at])
@@ -311,10 +334,13 @@ def _backward_tile(
         dq_acc = work.scratch("acc", heads, n_rows, head_dim).zero_()
     lo, free_lo, free_hi, hi = work.plan.keys_of(m_block)
     for n_block in range(lo, hi):
+        kind = work.kind(m_block, n_block, free_lo <= n_block < free_hi)
+        if kind == EMPTY:
+            continue
         keys = work.keys(n_block)
         kt, vt = work.load(k[:, :, keys]), work.load(v[:, :, keys])
         s = work.scores(rows.q, kt)
-        if work.bounds_matter(free_lo <= n_block < free_hi):
+        if kind == MASKED:
             work.hide(s, work.queries(m_block), keys)
         p = s.sub_(rows.lse2).exp2_()
         if dv_sum is not None:

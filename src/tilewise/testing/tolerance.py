@@ -148,14 +148,14 @@ def plain(call: Call) -> dict[str, torch.Tensor]:
 
     def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         s = product(q, _repeat(k, heads).transpose(-1, -2))
-        return (s * call.scale).masked_fill(~ok, float("-inf")).masked_fill(empty[:, None], 0.0)
+        return (s * call.scale).masked_fill(~ok, float("-inf")).masked_fill(empty[..., None], 0.0)
 
     leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v)]
     q, k, v = leaves
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.enable_grad(), _full_precision_products():
         s = scores(q, k)
-        p = torch.softmax(s, dim=-1).masked_fill(empty[:, None], 0.0)
+        p = torch.softmax(s, dim=-1).masked_fill(empty[..., None], 0.0)
         o = product(p, _repeat(v, heads))
         lse = torch.logsumexp(s.to(wide), dim=-1).masked_fill(empty, float("-inf"))
         out = {"o": o.detach()}
@@ -236,7 +236,13 @@ class Yardstick:
             self.bound[name] = float(2 * error.max() + rounding[name].max())
             self.rms_bound[name] = 2 * _rms(error) + _rms(rounding[name])
         ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
-        self._silent = {"q": ~ok.any(1), "k": ~ok.any(0)}
+        if ok.dim() == 2:
+            ok = ok[None, None]
+        keys = ok.any(-2)
+        if ok.shape[1] > 1:
+            keys = keys.unflatten(1, (call.k.shape[1], -1)).any(2)
+        # (batch or 1, heads or 1, seqlen, 1)
+        self._silent = {"q": ~ok.any(-1, keepdim=True), "k": ~keys[..., None]}
 
     @property
     def _nothing(self) -> bool:
@@ -274,7 +280,7 @@ class Yardstick:
             return fail(f"infinity in the wrong place: {spot(differ)}")
         silent = self._silent["k" if output in ("dk", "dv") else "q"]
         if output != "lse" and bool(silent.any()):
-            loud = (value != 0) & silent[:, None]
+            loud = (value != 0) & silent
             if bool(loud.any()):
                 return fail(f"not exactly 0 where nothing is seen: {spot(loud)}", float(value[loud].abs().max()))
         difference = torch.where(want.isinf(), 0.0, value - want).abs()

@@ -16,9 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
+from ...plan import Masked, MaskTensors, block_table, tile_kinds
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
-from ..launching import Launch
+from ..launching import Launch, broadcast_strides
 from . import bwd, fwd
 
 __all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
@@ -89,20 +90,47 @@ def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tu
     return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
+def _masked(mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments from ``mask`` to ``table_width``, and what they change among the options."""
+    if mask is None:
+        return (None, None, 0, 0, 0), {}
+    tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask.tensors)
+    strides = tuple(None if t is None else broadcast_strides(t) for t in tensors)
+    # There may be masked tiles whatever the lengths are.
+    return ((tensors, strides), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+
+
+def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
+    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
+    own = MaskTensors.of(tensors)
+    if own is None:
+        return None
+    return Masked(own, block_table(tile_kinds(problem, own, config.block_m, config.block_n, transposed), transposed))
+
+
 def launch_fwd(
-    problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Masked | None = None,
 ) -> Launch:
     p = problem
     grid, scalars, options = _settings(p, config, False)
+    masked, masked_options = _masked(mask)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         lse,
         *(strides for _, strides in tiles),
+        *masked,
         *(*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    return Launch(fwd._fwd_kernel, grid, args, {**options, "NEGATIVE": p.sm_scale < 0})
+    return Launch(fwd._fwd_kernel, grid, args, {**options, **masked_options, "NEGATIVE": p.sm_scale < 0})
 
 
 def launch_delta(
@@ -130,9 +158,11 @@ def launch_dkdv(
     delta: torch.Tensor,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    mask: Masked | None = None,
 ) -> Launch:
     p = problem
     grid, scalars, options = _settings(p, config, True)
+    masked, masked_options = _masked(mask)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     outputs = (k if dk is None else dk, v if dv is None else dv)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
@@ -141,9 +171,10 @@ def launch_dkdv(
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
+        *masked,
         *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
     )
-    return Launch(bwd._dkdv_kernel, grid, args, {**options, "NEED_DK": dk is not None, "NEED_DV": dv is not None})
+    return Launch(bwd._dkdv_kernel, grid, args, {**options, **masked_options, "NEED_DK": dk is not None, "NEED_DV": dv is not None})
 
 
 def launch_dq(
@@ -156,18 +187,21 @@ def launch_dq(
     lse: torch.Tensor,
     delta: torch.Tensor,
     dq: torch.Tensor,
+    mask: Masked | None = None,
 ) -> Launch:
     p = problem
     grid, scalars, options = _settings(p, config, False)
+    masked, masked_options = _masked(mask)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
+        *masked,
         *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    return Launch(bwd._dq_kernel, grid, args, options)
+    return Launch(bwd._dq_kernel, grid, args, {**options, **masked_options})
 
 
 def forward(
@@ -182,7 +216,8 @@ def forward(
 ) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     with torch.cuda.device_of(q):
-        launch_fwd(problem, configs.lookup(problem, "fwd"), q, k, v, o, lse).run()
+        config = configs.lookup(problem, "fwd")
+        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config)).run()
 
 
 def backward(
@@ -210,6 +245,9 @@ def backward(
         together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
         for name, dk_out, dv_out in together:
             if dk_out is not None or dv_out is not None:
-                launch_dkdv(problem, configs.lookup(problem, name), q, k, v, do, lse, delta, dk_out, dv_out).run()
+                config = configs.lookup(problem, name)
+                mask = _mask(problem, tensors, config, transposed=True)
+                launch_dkdv(problem, config, q, k, v, do, lse, delta, dk_out, dv_out, mask).run()
         if dq is not None:
-            launch_dq(problem, configs.lookup(problem, "dq"), q, k, v, do, lse, delta, dq).run()
+            config = configs.lookup(problem, "dq")
+            launch_dq(problem, config, q, k, v, do, lse, delta, dq, _mask(problem, tensors, config)).run()

@@ -14,7 +14,20 @@ Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p 
 import triton
 import triton.language as tl
 
-from .parts import LENGTHS, LOG2_E, allowed, load_tile, operand, schedule, store_tile, tile_range
+from .parts import (
+    LENGTHS,
+    LOG2_E,
+    allowed,
+    key_terms,
+    listed,
+    load_tile,
+    operand,
+    query_terms,
+    schedule,
+    seen,
+    store_tile,
+    tile_range,
+)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -46,14 +59,16 @@ def _load_lse2(lse_ptr, rows, inside):
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Stream the query tiles ``first .. last`` of one head past the resident key tile."""
+    """Stream the query tiles ``first .. last`` (or at these places of a list) of one head past the resident key tile."""
     for m_block in tl.range(first, last):
+        if tiles is not None:
+            m_block = tl.load(tiles + m_block)
         start_m = m_block * BLOCK_M
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
@@ -64,6 +79,9 @@ def _dkdv_tiles(
         p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
         if MASKED:
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            if mask is not None:
+                of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
         if NEED_DV:
@@ -79,6 +97,7 @@ def _dkdv_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    mask, table, table_batch, table_head, table_width,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
@@ -100,24 +119,31 @@ def _dkdv_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
     )
+    of_key = key_terms(mask, batch, kv_pos, seqlen_k)
     for member in range(group):
         head = head_kv * group + member
         head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
-        if HAS_UPPER:
+        tiles = None
+        if table is not None:
+            tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, n_block)
+        if HAS_UPPER and table is None:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, True,
+                NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, False,
+            NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, True,
+                NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
@@ -131,13 +157,16 @@ def _dkdv_kernel(
 def _dq_tiles(
     dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
+    tiles, mask, of_query, head, offs_m, seqlen_q,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Stream the key tiles ``first .. last`` past the resident query tile."""
+    """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
+        if tiles is not None:
+            n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
@@ -147,6 +176,9 @@ def _dq_tiles(
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            if mask is not None:
+                of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
             p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
@@ -157,6 +189,7 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    mask, table, table_batch, table_head, table_width,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -180,22 +213,26 @@ def _dq_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    if HAS_LOWER:
+    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    tiles = None
+    if table is not None:
+        tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
+    if HAS_LOWER and table is None:
         dq = _dq_tiles(
             dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, lo, free_lo, True, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq = _dq_tiles(
         dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, False, HAS_UPPER, HAS_LOWER,
-        DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, False,
+        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         dq = _dq_tiles(
             dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, free_hi, hi, True, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq = dq * sm_scale
     store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
