@@ -13,6 +13,7 @@ from .problem import GRADIENTS, Problem
 __all__ = ["CAPABILITIES", "Capability", "refuse"]
 
 HALF = ("float16", "bfloat16")
+SCORES = ("softcap", "alibi", "bias", "sink")
 MASKS = ("segment", "row", "dense")
 
 
@@ -81,7 +82,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
-        terms=MASKS,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
     ),
     Capability(
         "reference",
@@ -89,7 +91,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
-        terms=MASKS,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
         auto=False,
         quadratic=True,
     ),

@@ -22,6 +22,7 @@ from ..plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan
 from ..problem import Problem
 from ..spec import NO_TENSORS, Tensors
 from .tile_mask import TileMask
+from .torch_scores import At, TileGradients, TileScores
 
 __all__ = ["backward", "forward", "tile_sizes", "work_dtype"]
 
@@ -108,7 +109,8 @@ class _Work:
         self.dtype = work_dtype(q.dtype, q.device)
         self.sizes = tile_sizes(problem)
         self.plan = TilePlan(problem, self.sizes.block_m, self.sizes.block_n)
-        self.scale2 = problem.sm_scale * _LOG2E
+        self.steps = TileScores(problem, tensors, self.dtype)
+        self.scale = problem.sm_scale * self.steps.unit
         self._scratch: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         mask = MaskTensors.of(tensors)
@@ -166,10 +168,10 @@ class _Work:
         return MASKED if not free and (has_upper or has_lower) else FREE
 
     def scores(self, qt: torch.Tensor, kt: torch.Tensor) -> torch.Tensor:
-        """``s2 = scale log2(e) q k^T`` (heads, rows, keys), in scratch."""
+        """``scale q k^T`` (heads, rows, keys) in the unit of the scores, in scratch."""
         s = self.scratch("s", qt.shape[0], qt.shape[1], kt.shape[1])
         # out= also keeps autocast away from the product.
-        return torch.baddbmm(s, qt, kt.transpose(1, 2), beta=0, alpha=self.scale2, out=s)
+        return torch.baddbmm(s, qt, kt.transpose(1, 2), beta=0, alpha=self.scale, out=s)
 
     def hide(self, s: torch.Tensor, queries: slice, keys: slice) -> None:
         """Put -inf where the query does not see the key."""
@@ -215,17 +217,26 @@ def forward(
     """Fill ``o`` and ``lse`` (backend interface)."""
     work = _Work(problem, q, tensors)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
+    rows = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         for g in work.groups():
             work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                _forward_tile(work, m_block, q[at], k[b, h], v[b, h], o[at], lse[at])
+                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], None if rows is None else rows[at])
 
 
 def _forward_tile(
-    work: _Work, m_block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    work: _Work,
+    m_block: int,
+    at: At,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor | None,
 ) -> None:
     """All keys past one Q tile (batches, heads, group, queries, head_dim)."""
     qt = work.load(q)
@@ -239,19 +250,33 @@ def _forward_tile(
             continue
         keys = work.keys(n_block)
         s = work.scores(qt, work.load(k[:, :, keys]))
+        work.steps.apply(s, at, keys)
         masked = kind == MASKED
         if masked:
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         # A row without a key yet has no maximum: exp2(-inf - 0) is 0 where exp2(-inf - -inf) is NaN.
-        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked else m_new
-        alpha = torch.exp2(m_i - pivot)
-        p = s.sub_(pivot).exp2_()
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new
+        alpha = work.steps.weights(m_i, pivot)
+        p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
         acc.mul_(alpha)
         torch.baddbmm(acc, p, work.load(v[:, :, keys]), out=acc)
         m_i = m_new
-    lse.copy_(torch.log2(l_i).add_(m_i).mul_(_LN2).view(lse.shape))
+    if work.steps.sink is not None:
+        sink = work.steps.sink_at(at, m_i) * work.steps.unit
+        m_new = torch.maximum(m_i, sink)
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)
+        alpha = work.steps.weights(m_i, pivot)
+        l_i.mul_(alpha).add_(work.steps.weights(sink, pivot))
+        acc.mul_(alpha)
+        m_i = m_new
+    log_l = torch.log2(l_i).mul_(_LN2)
+    m_i = m_i / work.steps.unit
+    lse.copy_((log_l + m_i).view(lse.shape))
+    if rows is not None:
+        rows[..., 0].copy_(m_i.view(lse.shape))
+        rows[..., 1].copy_(log_l.view(lse.shape))
     o.copy_(acc.div_(l_i.masked_fill_(l_i == 0, 1.0)).view(o.shape))
 
 
@@ -274,8 +299,10 @@ def backward(
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
     work = _Work(problem, q, tensors)
+    more = TileGradients(work.steps, grads)
     q, do, o, lse = (work.by_group(t) for t in (q, do, o, lse))
     dlse, dq = (None if t is None else work.by_group(t) for t in (dlse, dq))
+    kept = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         dk_sum, dv_sum = (None if t is None else _sum_of(t[b, h], work.dtype) for t in (dk, dv))
@@ -283,11 +310,17 @@ def backward(
             work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                resident = _Rows.of(work, q[at], do[at], o[at], lse[at], None if dlse is None else dlse[at])
-                _backward_tile(work, m_block, resident, k[b, h], v[b, h], None if dq is None else dq[at], dk_sum, dv_sum)
+                extra = (None if t is None else t[at] for t in (dlse, kept))
+                tile = _Rows.of(work, at, q[at], do[at], o[at], lse[at], *extra)
+                if grads.sink is not None:
+                    natural = work.load(lse[at][..., None])
+                    more.add_sink(work.steps.sink_at(at, natural), natural, tile.delta, at)
+                dq_tile = None if dq is None else dq[at]
+                _backward_tile(work, m_block, tile, k[b, h], v[b, h], dq_tile, dk_sum, dv_sum, more)
         for out, total in ((dk, dk_sum), (dv, dv_sum)):
             if out is not None and total is not None and total.dtype != out.dtype:
                 out[b, h].copy_(total)
+    more.finish()
 
 
 def _sum_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -296,25 +329,42 @@ def _sum_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Rows(NamedTuple):
-    """What the backward pass keeps of a Q tile: (heads, rows, width) each, or (heads, rows, 1)."""
+    """What the backward pass keeps of a Q tile: (heads, rows, width) each, or (heads, rows, 1).
 
+    ``p = exp(s - pivot - log_l)``, in the unit of the scores and in base two. Where the spec has no bias, ``pivot`` is lse.
+    """
+
+    at: At
     q: torch.Tensor
     do: torch.Tensor
-    lse2: torch.Tensor
+    pivot: torch.Tensor
+    log_l: torch.Tensor | None
     delta: torch.Tensor
 
     @classmethod
     def of(
-        cls, work: _Work, q: torch.Tensor, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+        cls,
+        work: _Work,
+        at: At,
+        q: torch.Tensor,
+        do: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        kept: torch.Tensor | None,
     ) -> _Rows:
         """``delta = sum_d do o - dlse`` carries the gradients of both outputs. A row that sees no key gets none."""
         dot = work.load(do)
-        lse2 = work.load(lse[..., None]) * _LOG2E
+        pivot = work.load(lse[..., None] if kept is None else kept[..., :1]) * work.steps.unit
+        log_l = None if kept is None else work.load(kept[..., 1:]) * _LOG2E
         delta = (dot * work.load(o)).sum(-1, keepdim=True)
         if dlse is not None:
             delta.sub_(work.load(dlse[..., None]))
-        empty = lse2 == _NEG_INF
-        return cls(work.load(q), dot.masked_fill(empty, 0.0), lse2.masked_fill_(empty, 0.0), delta.masked_fill_(empty, 0.0))
+        empty = pivot == _NEG_INF
+        pivot.masked_fill_(empty, 0.0)
+        if log_l is not None:
+            log_l.masked_fill_(empty, 0.0)
+        return cls(at, work.load(q), dot.masked_fill(empty, 0.0), pivot, log_l, delta.masked_fill_(empty, 0.0))
 
 
 def _backward_tile(
@@ -326,8 +376,9 @@ def _backward_tile(
     dq: torch.Tensor | None,
     dk_sum: torch.Tensor | None,
     dv_sum: torch.Tensor | None,
+    more: TileGradients,
 ) -> None:
-    """All keys past one Q tile: recompute p, sum into dk and dv, and write dq."""
+    """All keys past one Q tile: recompute p, sum into dk, dv and the gradients of the spec's tensors, and write dq."""
     scale = work.problem.sm_scale
     heads, n_rows, head_dim = rows.q.shape
     if dq is not None:
@@ -340,17 +391,21 @@ def _backward_tile(
         keys = work.keys(n_block)
         kt, vt = work.load(k[:, :, keys]), work.load(v[:, :, keys])
         s = work.scores(rows.q, kt)
+        slope = work.steps.apply(s, rows.at, keys)
         if kind == MASKED:
             work.hide(s, work.queries(m_block), keys)
-        p = s.sub_(rows.lse2).exp2_()
+        p = work.steps.weights(s, rows.pivot, rows.log_l)
         if dv_sum is not None:
             part = work.scratch("dv", *vt.shape)
             torch.bmm(p.transpose(1, 2), rows.do, out=part)
             dv_sum[:, :, keys].add_(part.view_as(dv_sum[:, :, keys]))
-        if dq is None and dk_sum is None:
+        if dq is None and dk_sum is None and not more.of_scores:
             continue
         dp = torch.bmm(rows.do, vt.transpose(1, 2), out=work.scratch("dp", *p.shape))
         ds = p.mul_(dp.sub_(rows.delta))
+        more.add(ds, slope, rows.at, keys)
+        if slope is not None:
+            ds.mul_(slope)
         if dk_sum is not None:
             part = work.scratch("dk", *kt.shape)
             torch.baddbmm(part, ds.transpose(1, 2), rows.q, beta=0, alpha=scale, out=part)
