@@ -10,6 +10,11 @@ import torch
 from small_calls import close, draw
 
 import tilewise as tw
+from tilewise.capabilities import refuse
+from tilewise.select import capability
+from tilewise.testing.calls import evaluate, random_call
+from tilewise.testing.terms import draw_terms
+from tilewise.testing.tolerance import Yardstick, raise_if_failed
 
 INF = float("inf")
 
@@ -99,3 +104,57 @@ def test_score_steps_under_a_mask_and_with_a_sink_equal_loops(backend, name):
 def test_sinks_equal_loops(backend, logits):
     full = logits.expand(2, 4)
     judged(backend, tw.sink(logits), lambda s, *_: s, sink=lambda b, h: float(full[b, h]))
+
+
+# Gradients: against the oracle's, which autograd takes of the dense formula in float64.
+
+SHAPE = (2, 4, 2, 39, 71, 16, 16)
+TERMS = [
+    "softcap:1.5",
+    "alibi",
+    "alibi:bh",
+    "sink",
+    "sink:bh",
+    "bias",
+    "bias:bhqk",
+    "bias:b1qk",
+    "bias:11qk",
+    "bias:qk",
+    "bias:b11k",
+    "bias:k",
+    "bias:h1k",
+    "bias:bhq1",
+    "bias:b1q1",
+    "bias:1h11",
+    "bias:1",
+    "bias:bhqk:-inf",
+    "bias:q1:-inf",
+    "softcap:2 bias sink",
+    "bias softcap:2 sink",
+    "alibi softcap:2 bias",
+    "bias:b1qk:-inf alibi:bh softcap:3 sink",
+    "softcap:1 alibi sink:b1",
+    "alibi bias:11qk",
+]
+MASKS = {"full": tw.full(), "causal": tw.causal(), "window": tw.window(9, 20)}
+
+
+def call_of(words, mask=None, dtype=torch.float32, bias_dtype=torch.float32, shape=SHAPE, **more):
+    spec = draw_terms(words, shape, dtype=bias_dtype, seed=len(words)) & (mask or tw.full())
+    return random_call(shape, dtype=dtype, spec=spec, dlse=True, **more)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("words", TERMS)
+def test_every_gradient_equals_the_oracle(backend, words, mask):
+    call = call_of(words, MASKS[mask])
+    raise_if_failed(Yardstick(call).judge(evaluate(call, backend), backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("words", ["softcap:2 bias sink", "bias:11qk alibi softcap:3", "bias:b11k:-inf"])
+def test_other_dtypes(backend, words, dtype):
+    for bias_dtype in {torch.float32, dtype}:
+        call = call_of(words, tw.causal(), dtype, bias_dtype)
+        if not refuse(capability(backend), call.problem):
+            raise_if_failed(Yardstick(call).judge(evaluate(call, backend), backend))

@@ -32,9 +32,8 @@ def in_row(kv_pos, row_start, row_end):
     return (kv_pos >= row_start) & (kv_pos < row_end)
 
 
-def softcap_slope(capped, cap):
-    """The derivative of ``cap tanh(s / cap)``, from its value."""
-    t = capped / cap
+def softcap_slope(t):
+    """The derivative of ``cap tanh(s / cap)`` from ``t = tanh(s / cap)``."""
     return 1.0 - t * t
 
 

@@ -74,7 +74,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         triton=(3, 6),
         interpretable=True,
         min_compute_capability=80,
-        terms=MASKS,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
     ),
     Capability(
         "torch",

@@ -163,7 +163,7 @@ def backward(
         grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))
     for step, after in zip(reversed(p.spec.steps), reversed(chain), strict=False):
         if step == "softcap":
-            ds = ds * softcap_slope(after, p.spec.softcap)
+            ds = ds * softcap_slope(after / (p.spec.softcap or 1.0))
         elif step == "alibi" and grads.slopes is not None:
             by_distance = (ds * distance_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)).sum((-1, -2))
             grads.slopes.copy_(-by_distance.sum_to_size(grads.slopes.shape))

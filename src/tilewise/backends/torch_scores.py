@@ -59,8 +59,9 @@ class TileScores:
         for step in self.steps:
             tile = s.view(*self._sizes((*at, keys)))
             if step == "softcap":
-                s.div_(self.cap).tanh_().mul_(self.cap)
-                slope = softcap_slope(s, self.cap)
+                s.div_(self.cap).tanh_()
+                slope = softcap_slope(s)
+                s.mul_(self.cap)
             elif step == "alibi" and self.slopes is not None:
                 slopes = self._part(self.slopes, at[:3])[..., None, None]
                 tile.copy_(alibi(tile, slopes, self._distance(at[3], keys, s.device)))

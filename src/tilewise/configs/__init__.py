@@ -16,7 +16,7 @@ from ..problem import Problem
 
 __all__ = ["PASSES", "Config", "default_config", "illegal", "length_class", "lookup", "shared_memory", "splits_dkdv"]
 
-PASSES = ("fwd", "dkdv", "dk", "dv", "dq")
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads
 
 
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
@@ -56,6 +56,11 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
     resident = rows * (first if pass_ in ("fwd", "dv") else both)
     streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    if pass_ == "dbias":
+        resident, streamed = 0, (rows + streamed_rows) * both + rows * 16
+    bias = p.operand("bias")
+    if bias is not None:
+        streamed += config.block_m * config.block_n * (2 if bias.dtype in ("float16", "bfloat16") else 4)
     scores = config.block_m * config.block_n * p.itemsize
     stages = max(1, config.num_stages)
     single = p.itemsize > 2

@@ -20,12 +20,13 @@ from ...plan import Masked, MaskTensors, block_table, tile_kinds
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, broadcast_strides
-from . import bwd, fwd
+from . import bwd, dbias, fwd
 
-__all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
+__all__ = ["Launch", "backward", "forward", "launch_dbias", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
 
 LOG2_E = 1.4426950408889634
 _GRID_LIMIT = 65_535  # of the second and third dim of a grid
+_FAR_STRIDE = 2**22  # from here on 256 rows or keys of a bias tile reach beyond 32 bits
 _DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
@@ -94,10 +95,13 @@ def _masked(mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments from ``mask`` to ``table_width``, and what they change among the options."""
     if mask is None:
         return (None, None, 0, 0, 0), {}
-    tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask.tensors)
-    strides = tuple(None if t is None else broadcast_strides(t) for t in tensors)
     # There may be masked tiles whatever the lengths are.
-    return ((tensors, strides), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+    return (_mask_arguments(mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+
+
+def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
+    tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask)
+    return tensors, tuple(None if t is None else broadcast_strides(t) for t in tensors)
 
 
 def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
@@ -106,6 +110,35 @@ def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool =
     if own is None:
         return None
     return Masked(own, block_table(tile_kinds(problem, own, config.block_m, config.block_n, transposed), transposed))
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(problem: Problem) -> tuple[float, tuple[str, ...]]:
+    """The unit of the scores (log2(e), or 1 where they are natural), and the names of the steps."""
+    steps = problem.spec.steps
+    return 1.0 if "bias" in steps else LOG2_E, steps
+
+
+def _scores(problem: Problem, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
+    """The argument ``score`` of the kernels, and the options of the score steps (``scores.scored``)."""
+    unit, steps = _steps(problem)
+    if not steps:
+        return None, {"STEPS": (), "NATURAL": False}
+    cap = (problem.spec.softcap or 0.0) * unit
+    given = (None if t is None else (t, broadcast_strides(t)) for t in (tensors.slopes, tensors.bias))
+    if tensors.bias is not None and max(broadcast_strides(tensors.bias)[2:]) >= _FAR_STRIDE:
+        steps = tuple("bias_far" if step == "bias" else step for step in steps)
+    return ((cap, 1.0 / cap) if cap else None, *given), {"STEPS": steps, "NATURAL": unit == 1.0}
+
+
+def _place(problem: Problem, step: str) -> str:
+    """Does the gradient of a step feel the derivative of a softcap "after" which it comes, or "before" which?"""
+    steps = problem.spec.steps
+    return "before" if "softcap" in steps and steps.index(step) < steps.index("softcap") else "after"
+
+
+def _sink(tensors: Tensors) -> Any:
+    return None if tensors.sink is None else (tensors.sink, broadcast_strides(tensors.sink))
 
 
 def launch_fwd(
@@ -117,20 +150,23 @@ def launch_fwd(
     o: torch.Tensor,
     lse: torch.Tensor,
     mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    kept: torch.Tensor | None = None,
 ) -> Launch:
     p = problem
     grid, scalars, options = _settings(p, config, False)
     masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         lse,
         *(strides for _, strides in tiles),
-        *masked,
-        *(*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m)),
+        *(*masked, score, _sink(tensors), kept),
+        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    return Launch(fwd._fwd_kernel, grid, args, {**options, **masked_options, "NEGATIVE": p.sm_scale < 0})
+    return Launch(fwd._fwd_kernel, grid, args, {**options, **masked_options, **score_options, "NEGATIVE": p.sm_scale < 0})
 
 
 def launch_delta(
@@ -159,10 +195,12 @@ def launch_dkdv(
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
     mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
 ) -> Launch:
     p = problem
     grid, scalars, options = _settings(p, config, True)
     masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     outputs = (k if dk is None else dk, v if dv is None else dv)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
@@ -171,10 +209,11 @@ def launch_dkdv(
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
-        *masked,
-        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
+        *(*masked, score),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
     )
-    return Launch(bwd._dkdv_kernel, grid, args, {**options, **masked_options, "NEED_DK": dk is not None, "NEED_DV": dv is not None})
+    needs = {"NEED_DK": dk is not None, "NEED_DV": dv is not None}
+    return Launch(bwd._dkdv_kernel, grid, args, {**options, **masked_options, **score_options, **needs})
 
 
 def launch_dq(
@@ -186,22 +225,63 @@ def launch_dq(
     do: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    dq: torch.Tensor,
+    dq: torch.Tensor | None,
     mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    dslopes: torch.Tensor | None = None,
 ) -> Launch:
+    """``dslopes`` (batch, heads_q, seqlen_q): what each row adds to the gradient of its slope."""
     p = problem
     grid, scalars, options = _settings(p, config, False)
     masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, dq), rows, strict=True)]
+    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, q if dq is None else dq), rows, strict=True)]
     args = (
         *(source for source, _ in tiles),
         *(lse, delta),
         *(strides for _, strides in tiles),
-        *masked,
-        *(*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
+        *(*masked, score, dslopes),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
     )
-    return Launch(bwd._dq_kernel, grid, args, {**options, **masked_options})
+    needs = {"NEED_DQ": dq is not None, "DSLOPES": "" if dslopes is None else _place(p, "alibi")}
+    return Launch(bwd._dq_kernel, grid, args, {**options, **masked_options, **score_options, **needs})
+
+
+def launch_dbias(
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    grad: torch.Tensor,
+    tensors: Tensors,
+    mask: MaskTensors | None = None,
+) -> Launch:
+    p = problem
+    _, scalars, options = _settings(p, config, False)
+    score, score_options = _scores(p, tensors)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m)
+    tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do), rows, strict=True)]
+    batch, heads, queries, keys = (n == 1 for n in grad.shape)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
+    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
+    grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
+    heads_q, *others = scalars
+    args = (
+        *(source for source, _ in tiles),
+        *(grad, lse, delta),
+        *(strides for _, strides in tiles),
+        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score),
+        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
+        *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
+    )
+    own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "FLAT": flat}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED")}
+    return Launch(dbias._dbias_kernel, grid, args, {**shared, **score_options, **own})
 
 
 def forward(
@@ -217,7 +297,8 @@ def forward(
     """Fill ``o`` and ``lse`` (backend interface)."""
     with torch.cuda.device_of(q):
         config = configs.lookup(problem, "fwd")
-        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config)).run()
+        kept = rows if problem.keeps_rows else None
+        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept).run()
 
 
 def backward(
@@ -239,15 +320,30 @@ def backward(
     """Fill the gradients that are not None (backend interface)."""
     with torch.cuda.device_of(q):
         # delta has no use for dv alone, but then it only has to be readable memory.
-        delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
+        more = any(t is not None for t in (dq, dk, grads.bias, grads.slopes, grads.sink))
+        delta = torch.empty_like(lse) if more else lse
         if delta is not lse:
             launch_delta(problem, o, do, None if dlse is None else dlse.contiguous(), lse, delta).run()
+        # What the weights of a row are measured from (``scores.weights``).
+        pivots = rows if problem.keeps_rows and rows is not None else lse
         together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
         for name, dk_out, dv_out in together:
             if dk_out is not None or dv_out is not None:
                 config = configs.lookup(problem, name)
                 mask = _mask(problem, tensors, config, transposed=True)
-                launch_dkdv(problem, config, q, k, v, do, lse, delta, dk_out, dv_out, mask).run()
-        if dq is not None:
+                launch_dkdv(problem, config, q, k, v, do, pivots, delta, dk_out, dv_out, mask, tensors).run()
+        if dq is not None or grads.slopes is not None:
             config = configs.lookup(problem, "dq")
-            launch_dq(problem, config, q, k, v, do, lse, delta, dq, _mask(problem, tensors, config)).run()
+            mask = _mask(problem, tensors, config)
+            by_row = None if grads.slopes is None else torch.empty_like(lse)
+            launch_dq(problem, config, q, k, v, do, pivots, delta, dq, mask, tensors, by_row).run()
+            if by_row is not None:
+                grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
+        if grads.bias is not None:
+            config = configs.lookup(problem, "dbias")
+            masks = MaskTensors.of(tensors)
+            launch_dbias(problem, config, q, k, v, do, pivots, delta, grads.bias, tensors, masks).run()
+        if grads.sink is not None:
+            # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
+            weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))
+            grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))

@@ -28,6 +28,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
+from .scores import load_rows, scored, slope_gradient, weights
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -57,9 +58,20 @@ def _load_lse2(lse_ptr, rows, inside):
 
 
 @triton.jit
+def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
+    """What the weights of rows are measured from: ``(lse2, 0)``, or what ``lse_ptr`` holds of natural scores."""
+    if NATURAL:
+        return load_rows(lse_ptr, rows, inside)
+    else:
+        lse2 = _load_lse2(lse_ptr, rows, inside)
+        return lse2, lse2 * 0.0
+
+
+@triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -75,8 +87,16 @@ def _dkdv_tiles(
         # k q^T rather than the transpose of q k^T: a transposed result of one product as operand of the next is miscompiled by some
         # versions of Triton.                                                                       [BLOCK_N, BLOCK_M]
         qk_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
-        p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
+        if len(STEPS) > 0:
+            lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
+            s_t, slope = scored(
+                qk_t * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
+                STEPS, NATURAL, DTYPE,
+            )  # fmt: skip
+            p_t = weights(s_t, lse2[None, :], log_l[None, :], NATURAL)
+        else:
+            lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+            p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
         if MASKED:
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
             if mask is not None:
@@ -90,6 +110,8 @@ def _dkdv_tiles(
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
+            if len(STEPS) > 0:
+                ds_t *= slope
             dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -97,9 +119,9 @@ def _dkdv_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    mask, table, table_batch, table_head, table_width,
+    mask, table, table_batch, table_head, table_width, score,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -129,21 +151,21 @@ def _dkdv_kernel(
         if HAS_UPPER and table is None:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, True,
-                NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
+                STEPS, NATURAL, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, False,
-            NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
+            STEPS, NATURAL, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, True,
-                NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
+                STEPS, NATURAL, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
@@ -155,9 +177,10 @@ def _dkdv_kernel(
 
 @triton.jit
 def _dq_tiles(
-    dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+    dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -172,7 +195,14 @@ def _dq_tiles(
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
         # [BLOCK_M, BLOCK_N]
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        p = tl.math.exp2(qk * qk_scale2 - lse2[:, None])
+        if len(STEPS) > 0:
+            s, slope = scored(
+                qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
+                STEPS, NATURAL, DTYPE,
+            )  # fmt: skip
+            p = weights(s, lse2[:, None], log_l[:, None], NATURAL)
+        else:
+            p = tl.math.exp2(qk * qk_scale2 - lse2[:, None])
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
@@ -182,21 +212,27 @@ def _dq_tiles(
             p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
-    return dq
+        if DSLOPES != "":
+            dslope += slope_gradient(ds, slope, q_pos, start_n, DSLOPES)
+        if len(STEPS) > 0:
+            ds *= slope
+        if NEED_DQ:
+            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
+    return dq, dslope
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    mask, table, table_batch, table_head, table_width,
+    mask, table, table_batch, table_head, table_width, score, dslopes_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries. Grid: query tiles x query heads x batch."""
+    """dq of one tile of queries, and what its rows add to the gradient of a slope. Grid: query tiles x query heads x batch."""
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
@@ -205,8 +241,9 @@ def _dq_kernel(
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
     do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
-    lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+    lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    dslope = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     row_end = min(start_m + BLOCK_M, seqlen_q)
@@ -218,21 +255,27 @@ def _dq_kernel(
     if table is not None:
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
-        dq = _dq_tiles(
-            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, True,
+        dq, dslope = _dq_tiles(
+            dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
-    dq = _dq_tiles(
-        dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, False,
+    dq, dslope = _dq_tiles(
+        dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+        score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, False,
         HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
-        dq = _dq_tiles(
-            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, True,
+        dq, dslope = _dq_tiles(
+            dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
-    dq = dq * sm_scale
-    store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    if DSLOPES != "":
+        tl.store(dslopes_ptr + head_rows + offs_m, dslope, mask=offs_m < seqlen_q)
+    if NEED_DQ:
+        dq = dq * sm_scale
+        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)

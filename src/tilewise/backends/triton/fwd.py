@@ -28,12 +28,14 @@ from .parts import (
     store_tile,
     tile_range,
 )
+from .scores import add_sink, natural_step, scored
 
 
 @triton.jit
 def _fwd_tiles(
     acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -54,7 +56,17 @@ def _fwd_tiles(
             if mask is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
-        p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
+        if len(STEPS) > 0:
+            s, _ = scored(
+                qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
+                STEPS, NATURAL, DTYPE,
+            )  # fmt: skip
+        if NATURAL:
+            p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)
+        elif len(STEPS) > 0:
+            p, alpha, m_i, l_i = softmax_step(s, ok, m_i, l_i, 1.0, MASKED)
+        else:
+            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
         acc = acc * alpha[:, None]
         # [BLOCK_N, BLOCK_DV]
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
@@ -65,8 +77,9 @@ def _fwd_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    mask, table, table_batch, table_head, table_width,
+    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
     REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -99,25 +112,36 @@ def _fwd_kernel(
     if HAS_LOWER and table is None:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+            STEPS, NATURAL, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-        upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+        STEPS, NATURAL, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+            STEPS, NATURAL, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if sink is not None:
+        acc, l_i, m_i = add_sink(acc, l_i, m_i, sink, batch, head, NATURAL)
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
     lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+    if NATURAL:
+        log_l = tl.math.log2(l_safe) * LN_2
+        lse = tl.where(l_i == 0.0, -float("inf"), m_i + log_l)
+        if rows_ptr is not None:
+            tl.store(rows_ptr + (head_rows + offs_m) * 2, m_i, mask=offs_m < seqlen_q)
+            tl.store(rows_ptr + (head_rows + offs_m) * 2 + 1, log_l, mask=offs_m < seqlen_q)
     tl.store(lse_ptr + head_rows + offs_m, lse, mask=offs_m < seqlen_q)
     store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
