@@ -119,16 +119,17 @@ def _steps(problem: Problem) -> tuple[float, tuple[str, ...]]:
     return 1.0 if "bias" in steps else LOG2_E, steps
 
 
-def _scores(problem: Problem, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
+def _scores(problem: Problem, tensors: Tensors, config: Config) -> tuple[Any, dict[str, Any]]:
     """The argument ``score`` of the kernels, and the options of the score steps (``scores.scored``)."""
     unit, steps = _steps(problem)
     if not steps:
-        return None, {"STEPS": (), "NATURAL": False}
+        return None, {"STEPS": (), "NATURAL": False, "TAILS": ()}
     cap = (problem.spec.softcap or 0.0) * unit
     given = (None if t is None else (t, broadcast_strides(t)) for t in (tensors.slopes, tensors.bias))
     if tensors.bias is not None and max(broadcast_strides(tensors.bias)[2:]) >= _FAR_STRIDE:
         steps = tuple("bias_far" if step == "bias" else step for step in steps)
-    return ((cap, 1.0 / cap) if cap else None, *given), {"STEPS": steps, "NATURAL": unit == 1.0}
+    tails = (problem.seqlen_q % config.block_m != 0, problem.seqlen_k % config.block_n != 0)
+    return ((cap, 1.0 / cap) if cap else None, *given), {"STEPS": steps, "NATURAL": unit == 1.0, "TAILS": tails}
 
 
 def _place(problem: Problem, step: str) -> str:
@@ -156,7 +157,7 @@ def launch_fwd(
     p = problem
     grid, scalars, options = _settings(p, config, False)
     masked, masked_options = _masked(mask)
-    score, score_options = _scores(p, tensors)
+    score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, o), rows, strict=True)]
     args = (
@@ -200,7 +201,7 @@ def launch_dkdv(
     p = problem
     grid, scalars, options = _settings(p, config, True)
     masked, masked_options = _masked(mask)
-    score, score_options = _scores(p, tensors)
+    score, score_options = _scores(p, tensors, config)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     outputs = (k if dk is None else dk, v if dv is None else dv)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
@@ -234,7 +235,7 @@ def launch_dq(
     p = problem
     grid, scalars, options = _settings(p, config, False)
     masked, masked_options = _masked(mask)
-    score, score_options = _scores(p, tensors)
+    score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do, q if dq is None else dq), rows, strict=True)]
     args = (
@@ -263,7 +264,7 @@ def launch_dbias(
 ) -> Launch:
     p = problem
     _, scalars, options = _settings(p, config, False)
-    score, score_options = _scores(p, tensors)
+    score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m)
     tiles = [_tile(p, t, r) for t, r in zip((q, k, v, do), rows, strict=True)]
     batch, heads, queries, keys = (n == 1 for n in grad.shape)

@@ -64,14 +64,14 @@ def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
         return load_rows(lse_ptr, rows, inside)
     else:
         lse2 = _load_lse2(lse_ptr, rows, inside)
-        return lse2, lse2 * 0.0
+        return lse2, tl.zeros_like(lse2)
 
 
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
     seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -91,7 +91,7 @@ def _dkdv_tiles(
             lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
             s_t, slope = scored(
                 qk_t * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
-                STEPS, NATURAL, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE,
             )  # fmt: skip
             p_t = weights(s_t, lse2[None, :], log_l[None, :], NATURAL)
         else:
@@ -121,7 +121,7 @@ def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     mask, table, table_batch, table_head, table_width, score,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -152,20 +152,20 @@ def _dkdv_kernel(
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
-                STEPS, NATURAL, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
-            STEPS, NATURAL, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
-                STEPS, NATURAL, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
@@ -180,7 +180,7 @@ def _dq_tiles(
     dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
     tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -198,7 +198,7 @@ def _dq_tiles(
         if len(STEPS) > 0:
             s, slope = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE,
             )  # fmt: skip
             p = weights(s, lse2[:, None], log_l[:, None], NATURAL)
         else:
@@ -226,7 +226,7 @@ def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
     mask, table, table_batch, table_head, table_width, score, dslopes_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -258,20 +258,20 @@ def _dq_kernel(
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, True,
+            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq, dslope = _dq_tiles(
         dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
         seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-        score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, False,
+        score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
         HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, NEED_DQ, DSLOPES, True,
+            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     if DSLOPES != "":

@@ -35,7 +35,7 @@ from .scores import add_sink, natural_step, scored
 def _fwd_tiles(
     acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
     tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -59,7 +59,7 @@ def _fwd_tiles(
         if len(STEPS) > 0:
             s, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE,
             )  # fmt: skip
         if NATURAL:
             p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)
@@ -79,7 +79,7 @@ def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
     mask, table, table_batch, table_head, table_width, score, sink, rows_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
     REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -113,20 +113,20 @@ def _fwd_kernel(
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            STEPS, NATURAL, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
         upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-        STEPS, NATURAL, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            STEPS, NATURAL, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 

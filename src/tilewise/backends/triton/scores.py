@@ -39,28 +39,40 @@ def distances(q_pos, kv_pos, Q_AXIS: tl.constexpr, K_AXIS: tl.constexpr):
 @triton.jit
 def load_bias(
     bias, strides, batch, head, start_m, start_n, seqlen_q, seqlen_k, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    Q_AXIS: tl.constexpr, K_AXIS: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
+    Q_AXIS: tl.constexpr, K_AXIS: tl.constexpr, TAIL_Q: tl.constexpr, TAIL_K: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias in float32; 0 at queries past the end and, if MASKED, at keys past the end."""
+    """A tile of the bias in float32; 0 at queries (if TAIL_Q) and keys (if TAIL_K) past the end: there may be some."""
     rows = tl.expand_dims(tl.arange(0, ROWS), Q_AXIS)
     keys = tl.expand_dims(tl.arange(0, KEYS), K_AXIS)
-    inside = rows < seqlen_q - start_m
-    if MASKED:
-        inside = inside & (keys < seqlen_k - start_n)
+    inside = None
+    if TAIL_Q and TAIL_K:
+        inside = (rows < seqlen_q - start_m) & (keys < seqlen_k - start_n)
+    elif TAIL_Q:
+        inside = rows < seqlen_q - start_m
+    elif TAIL_K:
+        inside = keys < seqlen_k - start_n
     if FAR:
         rows = rows.to(tl.int64)
         keys = keys.to(tl.int64)
     start = batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     start = start + tl.cast(start_m, tl.int64) * strides[2] + tl.cast(start_n, tl.int64) * strides[3]
-    return tl.load(bias + start + (rows * strides[2] + keys * strides[3]), mask=inside, other=0.0).to(tl.float32)
+    ptrs = bias + start + (rows * strides[2] + keys * strides[3])
+    if inside is None:
+        return tl.load(ptrs).to(tl.float32)
+    else:
+        return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def scored(
     s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k,
-    KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr, NATURAL: tl.constexpr, DTYPE: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """``(scores after the steps, derivative of the softcap)`` of a tile [queries, keys], or [keys, queries] if KEYS_FIRST."""
+    """``(scores after the steps, derivative of the softcap)`` of a tile [queries, keys], or [keys, queries] if KEYS_FIRST.
+
+    TAILS: is the last tile of queries ragged, and that of keys? A tile of streamed keys that is not MASKED is then not the last.
+    """
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
     rows: tl.constexpr = s.shape[k_axis]
@@ -81,7 +93,7 @@ def scored(
         else:
             s += load_bias(
                 score[2][0], score[2][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, q_axis, k_axis,
-                MASKED, STEPS[i] == "bias_far",
+                TAILS[0], TAILS[1] and (MASKED or KEYS_FIRST), STEPS[i] == "bias_far",
             )  # fmt: skip
     return s, slope
 
