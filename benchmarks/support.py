@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from tilewise import CAPABILITIES, Capability
+from tilewise.problem import GRADIENTS
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -38,7 +39,7 @@ def _head_dims(row: Capability) -> str:
 
 
 def _gradients(row: Capability) -> str:
-    return "none: forward only" if not row.gradients else ", ".join(f"d{name}" for name in row.gradients)
+    return "none: forward only" if not row.gradients else ", ".join(f"d{GRADIENTS[letter]}" for letter in row.gradients)
 
 
 def _cells(row: Capability) -> tuple[str, ...]:
@@ -48,6 +49,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         ", ".join(_SHORT.get(name, name) for name in row.dtypes),
         _head_dims(row),
         _gradients(row),
+        ", ".join(("causal", "window", *row.terms)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",
         "yes" if row.deterministic else "no",
@@ -56,7 +58,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
     )
 
 
-HEADER = ("backend", "devices", "dtypes", "head_dim", "gradients", "layout", "Triton", "deterministic", "memory", "`auto` takes it")
+HEADER = ("backend", "devices", "dtypes", "head_dim", "gradients", "masks and scores", "layout", "Triton", "deterministic", "memory", "`auto` takes it")
 
 
 def table() -> str:

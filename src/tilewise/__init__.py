@@ -1,6 +1,6 @@
 """tilewise: exact softmax attention for PyTorch, computed on tiles."""
 
-from .api import attention, explain
+from .api import attention, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
 from .masks import chunked, documents, key_padding, prefix_lm, spans
@@ -33,6 +33,7 @@ __all__ = [
     "full",
     "key_padding",
     "merge",
+    "plan",
     "prefix_lm",
     "reference",
     "row_intervals",

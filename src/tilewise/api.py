@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, overload
 
 import torch
 
+from .backends import module_of
 from .errors import InvalidInput
+from .operands import full_rank
 from .ops import attention_op
+from .plan import MaskTensors, check_fresh, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
-from .select import capability, table
-from .spec import SLOTS, Spec, spec_of
+from .select import capability, choose, table
+from .spec import SLOTS, Spec, Tensors, spec_of
 
-__all__ = ["attention", "explain"]
+__all__ = ["attention", "explain", "plan"]
 
 
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,6 +37,8 @@ def _check_tensors_of(spec: Spec) -> None:
     for slot, t in zip(SLOTS, spec.tensors, strict=True):
         if t is not None:
             check_kind(slot, t, "that broadcasts over the call")
+    if spec.plan and not torch.compiler.is_compiling():
+        check_fresh(spec)
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -151,6 +157,57 @@ def attention(
     q, k, v = _autocast(q, k, v)
     o, lse = attention_op(q, k, v, str(mask), sm_scale, precision, backend, mask.tensors)
     return (o, lse) if return_lse else o
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: Spec,
+    *,
+    v: torch.Tensor | None = None,
+    backend: str = "auto",
+    backward: bool | None = None,
+) -> Spec:
+    """The same spec with its tables of tiles made, for any number of calls: the layers of a network, forward and backward.
+
+    Which tiles a mask empties and which it leaves whole depends on its tensors (segments, row intervals, a dense mask). Without a
+    plan every call finds out anew. The result is that of the plain spec, bit for bit.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), as in the calls to come; only its shape, dtype, device and strides matter.
+        k: (batch, heads_kv, seqlen_k, head_dim).
+        spec: the mask and all else that ``attention`` takes as ``spec``.
+        v: (batch, heads_kv, seqlen_k, head_dim_v); ``None`` (the default): like k.
+        backend: as in ``attention``.
+        backward: also plan the backward pass. ``None`` (the default): if q, k or v requires a gradient.
+
+    Returns:
+        A spec for ``attention(..., spec=...)`` with the same batch, heads_q and lengths. A pass whose tiles have other sizes than
+        those planned (another dtype or head_dim, say) makes its own table. A spec without such tensors comes back as it is.
+
+    Raises:
+        InvalidInput, BackendRefused: as ``attention`` would. ``attention`` raises InvalidInput for a plan that was made for other
+            shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
+
+    Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
+    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own.
+    """
+    if not isinstance(spec, Spec):
+        raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.segments(...), say.")
+    v = k if v is None else v
+    check_kinds(q, k, v)
+    mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
+    _check_tensors_of(mask)
+    if backward is None:
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "")
+    chosen = module_of(choose(problem, backend).backend)
+    views = (None if t is None else full_rank(slot, t) for slot, t in zip(SLOTS, mask.tensors, strict=True))
+    tensors = MaskTensors.of(Tensors(*views))
+    if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
+        return mask
+    return planned(mask, tensors, problem, chosen.geometries(problem))
 
 
 def explain(

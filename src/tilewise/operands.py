@@ -28,6 +28,7 @@ DIMS = {
     "row_end": "bhq",
     "dense": "bhqk",
     "seed": "",
+    "plan": "",
 }
 _DTYPES = {
     **dict.fromkeys(("bias", "slopes", "sink"), _FLOAT),
@@ -109,17 +110,32 @@ def _describe(slot: str, t: torch.Tensor | None, q: torch.Tensor, k: torch.Tenso
     return Operand(slot, dtype, dims)
 
 
+def _check_plan(spec: Spec, t: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise InvalidInput unless the plan was made for a call of this shape, on this device."""
+    made_for = tuple(map(int, spec.plan.split("/")[0].split("x")))
+    here = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if made_for != here:
+        words = ("batch", "heads_q", "seqlen_q", "seqlen_k")
+        differ = ", ".join(f"{w} {a} where the call has {b}" for w, a, b in zip(words, made_for, here, strict=True) if a != b)
+        raise InvalidInput(f"the plan of this spec was made for {differ}: make one for this call with tilewise.plan(q, k, spec).")
+    if t is None or t.device != q.device:
+        where = "nowhere" if t is None else t.device
+        raise InvalidInput(f"the plan of this spec is on {where} but q is on {q.device}: make one with tilewise.plan(q, k, spec).")
+
+
 def describe(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[Operand, ...]:
     """The operands of a call, in the order of the slots.
 
     Raises:
         InvalidInput: a tensor that is missing, that the spec does not name, or that does not fit the call.
     """
+    if spec.plan:
+        _check_plan(spec, tensors.plan, q, k)
     named = spec.slots
     for slot, t in zip(SLOTS, tensors, strict=True):
         if t is not None and slot not in named:
             raise InvalidInput(f"a tensor was given for {slot}, but the spec does not name it: {spec}.")
-    return tuple(_describe(slot, t, q, k) for slot, t in zip(SLOTS, tensors, strict=True) if slot in named)
+    return tuple(_describe(slot, t, q, k) for slot, t in zip(SLOTS, tensors, strict=True) if slot in named and slot != "plan")
 
 
 def full_rank(slot: str, t: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,34 @@ the tensors' device, that kernels walk.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from .bodies import tile_range
+from .errors import InvalidInput
 from .problem import Problem
-from .spec import Tensors
+from .spec import Spec, Tensors
 
-__all__ = ["EMPTY", "FREE", "MASKED", "BlockTable", "MaskTensors", "Masked", "TilePlan", "block_table", "tile_kinds"]
+__all__ = [
+    "EMPTY",
+    "FREE",
+    "MASKED",
+    "BlockTable",
+    "MaskTensors",
+    "Masked",
+    "TilePlan",
+    "block_table",
+    "check_fresh",
+    "kinds_in",
+    "planned",
+    "table_of",
+    "tile_kinds",
+]
 
 # In this order, the kind of a conjunction is the least kind of its terms.
 EMPTY, MASKED, FREE = 0, 1, 2
@@ -123,6 +139,73 @@ class Masked(NamedTuple):
     table: BlockTable
 
 
+Geometry = tuple[int, int, bool]  # block_m, block_n, transposed
+
+
+def planned(spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry]) -> Spec:
+    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
+    p = problem
+    parts, names, extents = [], [], ""
+    for block_m, block_n, transposed in sorted(set(geometries)):
+        table = block_table(tile_kinds(p, mask, block_m, block_n, transposed), transposed)
+        parts += [table.counts.flatten(), table.tiles.flatten()]
+        names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
+        extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
+    if not parts:
+        return spec
+    layout = "/".join((f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}", extents, *names))
+    tensors = spec.tensors._replace(plan=torch.cat(parts))
+    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(mask))
+
+
+def versions_of(mask: MaskTensors) -> tuple[int, ...]:
+    """How often each tensor was changed in place (inference tensors do not count)."""
+    return tuple(-1 if t is None or t.is_inference() else t._version for t in mask)
+
+
+def check_fresh(spec: Spec) -> None:
+    """Raise InvalidInput if a tensor of the mask was changed in place since the spec's plan was made."""
+    mask = MaskTensors.of(spec.tensors) or MaskTensors()
+    now = versions_of(mask)
+    if now != spec.versions:
+        changed = [n for n, a, b in zip(mask._fields, spec.versions, now, strict=True) if a != b] if spec.versions else mask._fields
+        raise InvalidInput(
+            f"the plan of this spec is stale: {', '.join(changed)} changed in place since it was made. "
+            "Make a new one with tilewise.plan(q, k, spec)."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, tuple[int, tuple[int, int, int, int]]]:
+    """Where each table of a plan begins, and the shape of its ``tiles``."""
+    _, extents, *names = plan.split("/")
+    batch, heads = map(int, extents.split("x"))
+    places, at = {}, 0
+    for name in names:
+        block_m, block_n = map(int, name.rstrip("t").split("x"))
+        m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+        rows, width = (n_blocks, m_blocks) if name.endswith("t") else (m_blocks, n_blocks)
+        places[block_m, block_n, name.endswith("t")] = at, (batch, heads, rows, width)
+        at += batch * heads * rows * (2 + width)
+    return places
+
+
+def table_of(problem: Problem, tensors: Tensors, block_m: int, block_n: int, transposed: bool = False) -> BlockTable | None:
+    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask."""
+    mask = MaskTensors.of(tensors)
+    if mask is None:
+        return None
+    packed, found = tensors.plan, None
+    if packed is not None:
+        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get((block_m, block_n, transposed))
+    if packed is None or found is None:
+        return block_table(tile_kinds(problem, mask, block_m, block_n, transposed), transposed)
+    at, shape = found
+    lists = shape[0] * shape[1] * shape[2]
+    counts = packed[at : at + 2 * lists].view(*shape[:3], 2)
+    return BlockTable(counts, packed[at + 2 * lists :][: lists * shape[3]].view(shape))
+
+
 def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool = False) -> torch.Tensor:
     """An int8 tensor (batch or 1, heads or 1, m_blocks, n_blocks) of EMPTY, MASKED or FREE, on the device of the mask's tensors.
 
@@ -152,6 +235,14 @@ def block_table(kinds: torch.Tensor, transposed: bool = False) -> BlockTable:
     free, masked = (kinds == FREE).sum(-1, dtype=torch.int32), (kinds == MASKED).sum(-1, dtype=torch.int32)
     order = kinds.argsort(dim=-1, descending=True, stable=True)
     return BlockTable(torch.stack((free, masked), -1), order.to(torch.int32))
+
+
+def kinds_in(table: BlockTable) -> torch.Tensor:
+    """The kinds that a table was made of, (batch or 1, heads or 1, row tiles, column tiles)."""
+    place = torch.arange(table.tiles.shape[-1], device=table.tiles.device)
+    free, masked = (n[..., None] for n in table.counts.unbind(-1))
+    kind = (place < free + masked).to(torch.int8) + (place < free).to(torch.int8)
+    return torch.empty_like(kind).scatter_(-1, table.tiles.long(), kind)
 
 
 @functools.lru_cache(maxsize=32)

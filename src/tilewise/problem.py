@@ -124,7 +124,8 @@ class Problem:
     @property
     def key(self) -> Problem:
         """The part of the problem on which the choice of a backend depends (lengths and scale do not matter to it)."""
-        return dataclasses.replace(self, batch=1, seqlen_q=1, seqlen_k=1, sm_scale=1.0)
+        spec = dataclasses.replace(self.spec, plan="") if self.spec.plan else self.spec
+        return dataclasses.replace(self, spec=spec, batch=1, seqlen_q=1, seqlen_k=1, sm_scale=1.0)
 
     @property
     def is_empty(self) -> bool:
@@ -251,7 +252,7 @@ class Problem:
         stray = [slot for slot in SLOTS if slot in words and slot not in spec.slots]
         if stray:
             raise InvalidInput(f"problem {text!r}: {stray[0]!r} is described, but the mask {spec} does not name it.")
-        named = (slot for slot in SLOTS if slot in spec.slots)
+        named = (slot for slot in SLOTS if slot in spec.slots and slot != "plan")
         operands = (parse_operand(slot, words[slot]) if slot in words else default_operand(slot) for slot in named)
         return cls(
             spec=spec,

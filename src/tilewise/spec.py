@@ -50,6 +50,7 @@ class Tensors(NamedTuple):
     row_end: Any = None
     dense: Any = None
     seed: Any = None
+    plan: Any = None
 
 
 NO_TENSORS = Tensors()
@@ -131,6 +132,8 @@ class Spec:
         score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"`` and ``"bias"``, at most one of each.
         sink, segment, row, dense: does the spec have this term?
         dropout: the probability with which a weight is dropped, as ``"0.1"``; ``""`` for none.
+        plan: which tables of tiles ``tilewise.plan`` made for the mask's tensors, and for which call; ``""`` for none. It changes
+            no result. A spec that is combined with another loses it.
         tensors: the tensors that the terms name, by reference. Two specs are equal if they hold the very same tensors.
 
     Raises:
@@ -147,6 +150,8 @@ class Spec:
     dense: bool = False
     dropout: str = ""
     tensors: Tensors = dataclasses.field(default=NO_TENSORS, repr=False)
+    plan: str = ""
+    versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _bound("upper", self.upper)
@@ -157,7 +162,7 @@ class Spec:
             object.__setattr__(self, "align", "bottom_right")
 
     def _value(self) -> tuple[object, ...]:
-        terms = (self.sink, self.segment, self.row, self.dense, self.dropout)
+        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan)
         return (self.upper, self.lower, self.align, self.score, *terms, *(None if t is None else id(t) for t in self.tensors))
 
     def __eq__(self, other: object) -> bool:
@@ -174,7 +179,7 @@ class Spec:
     @property
     def form(self) -> Spec:
         """The spec without its tensors: what its string says."""
-        return dataclasses.replace(self, tensors=NO_TENSORS)
+        return dataclasses.replace(self, tensors=NO_TENSORS, versions=())
 
     @property
     def softcap(self) -> float | None:
@@ -195,7 +200,8 @@ class Spec:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names (out of ``SLOTS``) of the tensors that the terms need."""
-        return tuple(slot for term in self.terms for slot in _SLOTS_OF.get(term, ()))
+        named = tuple(slot for term in self.terms for slot in _SLOTS_OF.get(term, ()))
+        return (*named, "plan") if self.plan else named
 
     def __and__(self, other: Spec) -> Spec:
         if not isinstance(other, Spec):
@@ -221,7 +227,7 @@ class Spec:
             self.row or other.row,
             self.dense or other.dense,
             self.dropout or other.dropout,
-            Tensors(*(b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True))),
+            Tensors(*(b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)))._replace(plan=None),
         )
 
     def __str__(self) -> str:
@@ -234,6 +240,8 @@ class Spec:
         parts += [name for name in _FLAGS if getattr(self, name)]
         if self.dropout:
             parts.append(f"dropout:{self.dropout}")
+        if self.plan:
+            parts.append(f"plan:{self.plan}")
         return ",".join(parts) if parts else "full"
 
     @staticmethod
@@ -255,8 +263,8 @@ class Spec:
                     fields[name] = int(value)
                 except ValueError:
                     raise InvalidInput(f"mask {text!r}: {name} needs an int, got {value!r}.") from None
-            elif name == "align":
-                fields["align"] = value
+            elif name in ("align", "plan"):
+                fields[name] = value
             elif name == "softcap":
                 score.append(f"softcap:{_number(text, name, value)!r}")
             elif name in STEPS and not value:

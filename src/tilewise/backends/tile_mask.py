@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..bodies import in_row, same_segment
-from ..plan import EMPTY, FREE, MASKED, MaskTensors, tile_kinds
+from ..plan import EMPTY, FREE, MASKED, MaskTensors, kinds_in, table_of, tile_kinds
 from ..problem import Problem
+from ..spec import Tensors
 
 __all__ = ["TileMask"]
 
@@ -19,8 +20,8 @@ def _part(t: torch.Tensor, dim: int, where: slice) -> torch.Tensor:
 class TileMask:
     """``batch``, ``heads`` (of keys) and ``group`` are slices: a tile holds the query heads ``group`` of each key head."""
 
-    def __init__(self, problem: Problem, tensors: MaskTensors, block_m: int, block_n: int):
-        p = problem
+    def __init__(self, problem: Problem, given: Tensors, block_m: int, block_n: int):
+        p, tensors = problem, MaskTensors.of(given) or MaskTensors()
         self.segments = None
         if tensors.segment_q is not None and tensors.segment_k is not None:
             # (batch, heads, group, queries, keys), as all that follows
@@ -29,7 +30,9 @@ class TileMask:
         if tensors.row_start is not None and tensors.row_end is not None:
             self.rows = self._by_group(p, tensors.row_start[..., None]), self._by_group(p, tensors.row_end[..., None])
         self.dense = None if tensors.dense is None else self._by_group(p, tensors.dense)
-        self.kinds = self._by_group(p, tile_kinds(p, tensors, block_m, block_n).cpu())
+        table = None if given.plan is None else table_of(p, given, block_m, block_n)
+        kinds = tile_kinds(p, tensors, block_m, block_n) if table is None else kinds_in(table)
+        self.kinds = self._by_group(p, kinds.cpu())
 
     @staticmethod
     def _by_group(problem: Problem, t: torch.Tensor) -> torch.Tensor:

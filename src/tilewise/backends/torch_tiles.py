@@ -24,7 +24,7 @@ from ..spec import NO_TENSORS, Tensors
 from .tile_mask import TileMask
 from .torch_scores import At, TileGradients, TileScores
 
-__all__ = ["backward", "forward", "tile_sizes", "work_dtype"]
+__all__ = ["backward", "forward", "geometries", "tile_sizes", "work_dtype"]
 
 # Measured on 2 CPU cores at seqlen 4096, head_dim 64.
 BLOCK_M = 512  # rows of one head's score tile: the query heads of a group, times queries
@@ -70,6 +70,12 @@ def tile_sizes(problem: Problem) -> Sizes:
     return Sizes(1, _even_part(p.heads_kv, heads), group, block_m, block_n)
 
 
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
+    sizes = tile_sizes(problem)
+    return [(sizes.block_m, sizes.block_n, False)]
+
+
 def _even_part(total: int, most: int) -> int:
     """The size of the fewest parts of at most ``most``, made as equal as they can be: 8 by at most 5 is 4 and 4."""
     return -(-total // -(-total // most))
@@ -113,8 +119,9 @@ class _Work:
         self.scale = problem.sm_scale * self.steps.unit
         self._scratch: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        mask = MaskTensors.of(tensors)
-        self.mask = None if mask is None else TileMask(problem, mask, self.sizes.block_m, self.sizes.block_n)
+        self.mask = None
+        if MaskTensors.of(tensors) is not None:
+            self.mask = TileMask(problem, tensors, self.sizes.block_m, self.sizes.block_n)
         self._part = (slice(None),) * 3
         self._kinds: list[list[int]] = []
 

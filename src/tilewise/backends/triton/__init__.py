@@ -16,13 +16,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
-from ...plan import Masked, MaskTensors, block_table, tile_kinds
+from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, broadcast_strides
 from . import bwd, dbias, fwd
 
-__all__ = ["Launch", "backward", "forward", "launch_dbias", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
+__all__ = [
+    "Launch",
+    "backward",
+    "forward",
+    "geometries",
+    "launch_dbias",
+    "launch_delta",
+    "launch_dkdv",
+    "launch_dq",
+    "launch_fwd",
+]
 
 LOG2_E = 1.4426950408889634
 _GRID_LIMIT = 65_535  # of the second and third dim of a grid
@@ -106,10 +116,17 @@ def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
 
 def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
     """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
-    own = MaskTensors.of(tensors)
-    if own is None:
-        return None
-    return Masked(own, block_table(tile_kinds(problem, own, config.block_m, config.block_n, transposed), transposed))
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed)
+    return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
+
+
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
+    passes = ["fwd", *(["dq"] if "q" in problem.grad else [])]
+    if set(problem.grad) & set("kv"):
+        passes += ["dv", "dk"] if configs.splits_dkdv(problem) else ["dkdv"]
+    found = ((configs.lookup(problem, name), name in configs.KEYS_RESIDENT) for name in passes)
+    return [(config.block_m, config.block_n, transposed) for config, transposed in found]
 
 
 @functools.lru_cache(maxsize=4096)
