@@ -308,14 +308,18 @@ class _AttentionFunctorch(torch.autograd.Function):
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
-    """The forward operator where autograd may be recording. ``grad`` is found anew: a graph's may be older than its inputs."""
+    """The forward operator where autograd may be recording: then ``grad`` is found anew, as a graph's may be older than its inputs.
+
+    Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
+    """
     _refuse_functorch()
     _refuse_tangents(q, k, v, *given)
-    grad = ""
+    found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
-        grad = grad_letters(*needs)
-    if grad:
+        found = grad_letters(*needs)
+    if found:
+        grad = found
         tensors = (*given, *(None,) * (len(SLOTS) - len(given)))
         return _Attention.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)
     with torch._C._AutoDispatchBelowAutograd():
@@ -342,7 +346,9 @@ def attention_op(
     if torch.compiler.is_compiling():
         o, lse, _ = _FORWARD(*args)
     elif torch._C._are_functorch_transforms_active():
-        o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, "")  # type: ignore[misc]
+        # Whether a transform outside wants a gradient is not to be seen from here.
+        grad = "b" if tensors.bias is not None else ""
+        o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
     else:
         # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
         o, lse, _ = _forward_autograd(*args)  # type: ignore[misc]
