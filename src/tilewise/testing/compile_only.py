@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ..arch import ARCHS
-from ..configs import PASSES, Config, lookup, splits_dkdv
+from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
 from ..errors import BackendBroken
+from ..plan import BlockTable, Masked, MaskTensors
 from ..problem import Problem
 from ..spec import Tensors
 
@@ -106,6 +107,17 @@ def _operands(problem: Problem) -> Tensors:
     return Tensors(**made)
 
 
+def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> Masked | None:
+    """The mask of a pass with a table that nobody reads."""
+    own = MaskTensors.of(tensors)
+    if own is None:
+        return None
+    m_blocks, n_blocks = -(-problem.seqlen_q // config.block_m), -(-problem.seqlen_k // config.block_n)
+    rows, width = (n_blocks, m_blocks) if pass_ in KEYS_RESIDENT else (m_blocks, n_blocks)
+    lists = (torch.empty(problem.batch, problem.heads_q, rows, size, dtype=torch.int32) for size in (2, width))
+    return Masked(own, BlockTable(*lists))
+
+
 def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> dict[str, Any]:
     """The launches of forward and backward for this problem, by pass; ``configs`` overrides what ``lookup`` says."""
     from ..backends import triton as backend
@@ -115,23 +127,25 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
 
     def keys_resident(name: str, dk: torch.Tensor | None, dv: torch.Tensor | None) -> tuple[Config, Any]:
         given = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"], dk, dv)
-        return chosen[name], backend.launch_dkdv(problem, chosen[name], *given, tensors=tensors)
+        return chosen[name], backend.launch_dkdv(problem, chosen[name], *given, masks[name], tensors)
 
+    masks = {name: _masked(problem, tensors, name, config) for name, config in chosen.items()}
     forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
     backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
     kept = t["pivots"] if problem.keeps_rows else None
     by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, tensors=tensors, kept=kept)),
+        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, masks["fwd"], tensors, kept)),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
-            backend.launch_dq(problem, chosen["dq"], *backward, t["dq"], tensors=tensors, dslopes=by_row),
+            backend.launch_dq(problem, chosen["dq"], *backward, t["dq"], masks["dq"], tensors, by_row),
         ),
     }
     if "b" in problem.grad and tensors.bias is not None:
         config = (configs or {}).get("dbias") or lookup(problem, "dbias")
-        launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, torch.empty_like(tensors.bias), tensors)
+        dbias = torch.empty_like(tensors.bias)
+        launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if splits_dkdv(problem):
         return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
     return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..masks import documents, key_padding
 from ..spec import Spec, causal, window
+from ..terms import dense
 from .calls import Call, evaluate, random_call
+from .mask_inputs import lengths, own_intervals, placed, tiles_of_sixteen, unsorted_ids
 from .poison import poison
 from .tolerance import Result, Yardstick
 
@@ -136,7 +139,7 @@ class Entry:
             device=device,
             dtype=dtype,
             seed=seed + sum(map(ord, self.name)),
-            spec=self.spec,
+            spec=placed(self.spec, device),
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
@@ -298,6 +301,58 @@ GAUNTLET: tuple[Entry, ...] = (
         "outputs and scratch that are never written: queries and keys beyond both ends of the window",
         (1, 2, 1, 140, 75, 16, 16),
         Spec(upper=-20, lower=30),
+    ),
+    Entry(
+        "documents",
+        "a tile that is called free where two documents meet; a segment check that is lost in a pass; documents that end at tiles' "
+        "edges and beside them, of one token and of none",
+        (1, 2, 1, 150, 150, 16, 16),
+        lengths(32, 1, 31, 0, 64, 17, 5) & causal(),
+    ),
+    Entry(
+        "documents_full",
+        "the same without a bound: tiles before and behind the document; a ragged last tile that is called free",
+        (2, 2, 2, 77, 139, 16, 16),
+        documents(torch.tensor((32, 13, 32), dtype=torch.int32), torch.tensor((64, 11, 64), dtype=torch.int32)),
+        values="very_low",
+    ),
+    Entry(
+        "unsorted_ids",
+        "ids that are taken for sorted, or that are the same for all batches; an id without keys",
+        (2, 2, 1, 90, 70, 16, 16),
+        unsorted_ids(2, 90, 70),
+        loss="o+lse",
+    ),
+    Entry(
+        "row_intervals",
+        "an interval that holds its end; tiles that are free for some rows only; intervals of another head; rows of no keys",
+        (2, 4, 2, 100, 90, 16, 16),
+        own_intervals(4, 100, 90),
+        loss="o+lse",
+    ),
+    Entry(
+        "padded_keys",
+        "lengths that are read for another batch; a batch without keys",
+        (3, 2, 1, 40, 70, 16, 16),
+        key_padding(torch.tensor((70, 33, 0), dtype=torch.int32)) & window(40, 0, "top_left"),
+    ),
+    Entry(
+        "dense_tiles",
+        "a tile that is called free for a hole of one pair, or empty for most of it; lists of another batch or head",
+        (2, 4, 2, 100, 130, 16, 16),
+        dense(tiles_of_sixteen(2, 4, 100, 130)),
+    ),
+    Entry(
+        "dense_strided",
+        "a dense mask that is read as if it were contiguous, or in the other order of its dims",
+        (2, 2, 1, 70, 90, 16, 16),
+        dense(tiles_of_sixteen(1, 1, 90, 70).mT.expand(2, 2, 70, 90)) & causal(),
+    ),
+    Entry(
+        "all_terms",
+        "a term that is forgotten where there are others",
+        (1, 2, 2, 90, 90, 16, 16),
+        lengths(40, 50) & own_intervals(2, 90, 90) & dense(tiles_of_sixteen(1, 1, 90, 90)[0, 0]) & window(50, 20),
     ),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
