@@ -73,7 +73,10 @@ def softmax_of(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor
     # An empty row would be 0 / 0: give it harmless scores, and take its result and its gradient away again.
     s = s.masked_fill(empty[..., None], 0.0)
     p = torch.softmax(s, dim=-1).masked_fill(empty[..., None], 0.0)
-    return p[..., :keys], torch.logsumexp(s, dim=-1).masked_fill(empty, float("-inf"))
+    # Not torch.logsumexp, whose derivative exp(s - lse) is 1 for each of several equal scores near the lowest value.
+    top = s.amax(-1, keepdim=True).detach()
+    lse = top[..., 0] + torch.log(torch.exp(s - top).sum(-1))
+    return p[..., :keys], lse.masked_fill(empty, float("-inf"))
 
 
 def reference(

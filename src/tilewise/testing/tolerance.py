@@ -197,7 +197,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     sink = call.spec.tensors.sink
     p, _ = softmax_of(torch.where(ok, s, float("-inf")), None if sink is None else full_rank("sink", sink).double())
     # What all keys of a row share: it does not average out over them.
-    row = (p * score).sum(-1, keepdim=True) + score_unit * lse.abs()
+    row = (p * score).sum(-1, keepdim=True) + score_unit * _size(lse)
     p_error = p * (score + row + eps_in / 2) + floor * ok
     out = {"o": _rss(p_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
     if call.has_gradient:
@@ -221,6 +221,11 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     return out
 
 
+def _size(s: torch.Tensor) -> torch.Tensor:
+    """What the rounding of a score grows with. Beside 1e30 a score is lost: all that is added to it leaves it as it is."""
+    return torch.where(s.abs() > 1e30, 0.0, s.abs())
+
+
 def _through_steps(call: Call, s: torch.Tensor, error: torch.Tensor, unit: float) -> tuple[torch.Tensor, ...]:
     """Scores and their errors after the spec's steps, and the derivative of the softcap with its error."""
     slope, slope_error = torch.ones_like(s), torch.zeros_like(s)
@@ -233,7 +238,7 @@ def _through_steps(call: Call, s: torch.Tensor, error: torch.Tensor, unit: float
             error = error + unit * before.abs().clamp(max=2 * one.softcap)
             slope_error = 2 * (s / one.softcap).abs() * slope * error / one.softcap + unit
             error = error * slope
-        error = error + torch.where(s.isinf(), 0.0, unit * s.abs())
+        error = error + unit * _size(s)
     return s, error, slope, slope_error
 
 
