@@ -95,6 +95,15 @@ def test_readme_example_runs():
     assert "'auto' takes it" in run.stdout
 
 
+SCORES = blocks((ROOT / "docs" / "scores.md").read_text(), "python")
+
+
+@pytest.mark.parametrize("at", range(len(SCORES)))
+def test_examples_of_score_steps_run(at):
+    assert len(SCORES) >= 5
+    exec(compile(SCORES[at], f"docs/scores.md, example {at + 1}", "exec"), {})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_relative_links_point_to_files(page):
     assert broken_links(page, page.read_text()) == []

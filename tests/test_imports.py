@@ -16,12 +16,12 @@ ROOT = Path(tilewise.__file__).parent
 # Each layer may import from itself and from the layers before it.
 LAYERS = (
     ("errors", "arch"),
-    ("spec", "bodies"),
-    ("problem",),
+    ("spec", "terms", "masks", "bodies"),
+    ("operands", "problem"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),
-    ("ops",),
+    ("batching", "ops"),
     ("api", "merge", "cache"),
     ("parallel", "integrations", "cli", "testing"),
 )

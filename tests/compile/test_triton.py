@@ -19,14 +19,16 @@ WINDOW_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=upper:100,lower:1000"
 CAUSAL_256 = "heads=4 seqlen=4000 head_dim=256 mask=causal"
 ODD = "heads=4 seqlen=1000 head_dim=72/40 dtype=float16"
 SINGLE_64 = "heads=4 seqlen=1000 head_dim=64 dtype=float32 mask=causal"
+DOCUMENTS_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,segment"
+DENSE_64 = "heads=4 seqlen=4096 head_dim=64 mask=row,dense"
 SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
 
 PROBLEMS = {
     "sm_80": (CAUSAL_64, WINDOW_128, ODD),
-    "sm_90": (CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64),
+    "sm_90": (CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64, DOCUMENTS_128, DENSE_64),
     "sm_100": (CAUSAL_64, WINDOW_128),
     "sm_120": (CAUSAL_64, ODD),
-    "gfx942": (CAUSAL_64, WINDOW_128),
+    "gfx942": (CAUSAL_64, WINDOW_128, DOCUMENTS_128),
 }
 
 # Bytes of spill that are known and accepted; every kernel that is not listed must have none.
@@ -42,6 +44,8 @@ SPILL = {
     ("sm_90", SINGLE_64, "dkdv"): 2816,
     ("sm_100", WINDOW_128, "dkdv"): 128,
     ("sm_120", CAUSAL_64, "dkdv"): 448,
+    ("gfx942", DOCUMENTS_128, "fwd"): 384,
+    ("gfx942", DOCUMENTS_128, "dkdv"): 128,
     ("sm_120", ODD, "dq"): 960,
     ("sm_120", ODD, "dkdv"): 1088,
     ("gfx942", CAUSAL_64, "fwd"): 64,
@@ -62,6 +66,12 @@ LOOP = {
     (CAUSAL_256, "dq"): 425,
     (CAUSAL_256, "dv"): 575,
     (CAUSAL_256, "dk"): 695,
+    (DOCUMENTS_128, "fwd"): 680,  # ids are compared in the masked loop
+    (DOCUMENTS_128, "dq"): 580,
+    (DOCUMENTS_128, "dkdv"): 710,
+    (DENSE_64, "fwd"): 1040,  # dense tiles change their layout
+    (DENSE_64, "dq"): 810,
+    (DENSE_64, "dkdv"): 1010,
 }
 
 

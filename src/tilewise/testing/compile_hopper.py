@@ -135,7 +135,8 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="float16 under every mask too")
     options = parser.parse_args()
     use_target("sm_90")
-    named = [tuple(map(int, (name if "/" in name else f"{name}/{name}").split("/"))) for name in options.head_dim]
+    pairs = ((name if "/" in name else f"{name}/{name}").split("/") for name in options.head_dim)
+    named = [(int(head_dim), int(head_dim_v)) for head_dim, head_dim_v in pairs]
     for mask, problem, config, form in problems(named or sorted(CHOICES), options.every):
         print(json.dumps(asdict(compile_forward(problem, config, mask, form))), flush=True)
     sys.stdout.flush()
