@@ -122,7 +122,7 @@ class Point:
 
 
 def _points(pairs: list[Pair]) -> Iterator[Point]:
-    """16,384 tokens with 2,048 columns of v in all heads, with and without a causal mask; at D 128 groups, a window, short queries."""
+    """16,384 tokens with 2,048 columns of v in all heads, full and causal; at D 128 groups, a window, short queries."""
     for pair in pairs:
         for seqlen in (1024, 4096, 8192, 16384) if pair == (192, 128) else (1024, 4096, 16384):
             batch, heads = 16384 // seqlen, 2048 // pair[1]
