@@ -151,12 +151,15 @@ class Entry:
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
         """The call, drawn from ``seed`` in ``dtype``."""
+        spec = placed(self.spec, device)
+        if self.terms:
+            spec &= draw_terms(self.terms, self.shape, device, seed=seed + len(self.name))
         call = random_call(
             self.shape,
             device=device,
             dtype=dtype,
             seed=seed + sum(map(ord, self.name)),
-            spec=placed(self.spec, device) & draw_terms(self.terms, self.shape, device, seed=seed + len(self.name)) if self.terms else placed(self.spec, device),
+            spec=spec,
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
