@@ -22,7 +22,7 @@ LAYERS = (
     ("reference", "backends"),
     ("select",),
     ("batching", "ops"),
-    ("api", "merge", "cache"),
+    ("tile_map", "api", "merge", "cache"),
     ("parallel", "integrations", "cli", "testing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -341,3 +341,37 @@ def test_hopper_says_why_not():
     spec = tw.segments(torch.zeros(6).int(), torch.zeros(7).int()) & tw.dense(torch.ones(7).bool())
     with pytest.raises(tw.BackendRefused, match=r"the spec has segment, dense, it takes bounds only"):
         tw.attention(Q, K, K, spec=spec, backend="hopper")
+
+
+# The picture
+
+
+@pytest.mark.parametrize("tiles", [None, (16, 8)])
+def test_explain_draws_a_mask_that_is_a_tensor(tmp_path, tiles):
+    pytest.importorskip("matplotlib")
+    q, k, v = (t.detach() for t in inputs(N, M))
+    spec = terms(N, M)["two terms"]
+    path = tmp_path / "made" / "mask.png"
+    text = tw.explain(q, k, v, spec=spec, picture=path, tiles=tiles, at=(1, 3))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert text.startswith(tw.explain(q, k, v, spec=spec))
+    assert "batch 1, head 3" in text
+    if tiles is not None:
+        mask = looped(spec, N, M)[1, 3]
+        whole = sum(bool(mask[r : r + 16, c : c + 8].all()) for r in range(0, N, 16) for c in range(0, M // 8 * 8, 8))
+        free = int(text.splitlines()[-1].split(" free")[0].split()[-1])
+        assert free == whole
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"picture": "mask.txt"}, r"picture is 'mask.txt', expected a name that ends in .png, .svg, .pdf"),
+        ({"picture": "mask.png", "at": (2, 0)}, r"at is \(2, 0\), expected \(batch, head\) below \(2, 4\)"),
+        ({"picture": "mask.png", "tiles": (0, 8)}, r"tiles is \(0, 8\), expected two ints of at least 1"),
+    ],
+)
+def test_explain_names_what_it_cannot_draw(arguments, message):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(tw.InvalidInput, match=message):
+        tw.explain(Q, K, K, spec=tw.dense(torch.ones(7).bool()), **arguments)

@@ -213,6 +213,15 @@ def test_strides_of_a_bias_do_not_matter(backend):
     )
 
 
+def test_rows_of_a_bias_that_lie_far_apart(backend):
+    q, k, v = inputs(3, 40)
+    bias = draw(3, 40, seed=3)
+    far = torch.full((3, 2**22 + 8), torch.nan)[:, 8:48].copy_(bias)
+    want, got = (gradients(q, k, v, tw.bias(t), backend) for t in (bias, far))
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(got[2][name], want[2][name]) for name in want[2])
+
+
 def test_slopes_and_sinks_of_strides_do_not_matter(backend):
     q, k, v = inputs(33, 40)
     wide = draw(2, 8, seed=3)

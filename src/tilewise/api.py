@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
 
 from .backends import module_of
 from .errors import InvalidInput
-from .operands import full_rank
 from .ops import attention_op, attention_plain, is_plain
 from .plan import MaskTensors, check_fresh, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, choose, table
-from .spec import NO_TENSORS, SLOTS, Spec, Tensors, spec_of
+from .spec import NO_TENSORS, SLOTS, Spec, spec_of
+from .tile_map import draw_call
 
 __all__ = ["attention", "explain", "plan"]
 
@@ -225,8 +226,7 @@ def plan(
     q, k, v = _autocast(q, k, v)
     problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "")
     chosen = module_of(choose(problem, backend).backend)
-    views = (None if t is None else full_rank(slot, t) for slot, t in zip(SLOTS, mask.tensors, strict=True))
-    tensors = MaskTensors.of(Tensors(*views))
+    tensors = MaskTensors.of(mask.tensors)
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     return planned(mask, tensors, problem, chosen.geometries(problem))
@@ -243,10 +243,19 @@ def explain(
     sm_scale: float | None = None,
     precision: str | None = None,
     spec: Spec | None = None,
+    picture: str | Path | None = None,
+    tiles: tuple[int, int] | None = None,
+    at: tuple[int, int] = (0, 0),
 ) -> str:
-    """Which backends take this call, and why the others do not, as text. The arguments are those of ``attention``.
+    """Which backends take this call, and why the others do not, as text. The arguments up to spec are those of ``attention``.
 
     The first line is the problem string, which ``tilewise explain`` reads on the command line.
+
+    Args:
+        picture: also draw the mask of one head, as tiles (and as elements for lengths up to 128), to this file: .png, .svg or .pdf.
+            Needs matplotlib. Default ``None``: no picture.
+        tiles: ``(queries, keys)`` of a tile. Default ``None``: those of the forward pass of the backend that ``"auto"`` takes.
+        at: ``(batch, head)`` that is drawn. Default ``(0, 0)``.
     """
     mask = _spec(causal, window, align, spec)
     check_kinds(q, k, v)
@@ -261,7 +270,10 @@ def explain(
         precision,
         grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *mask.tensors[:3]))),
     )
-    return explain_problem(problem)
+    text = explain_problem(problem)
+    if picture is None:
+        return text
+    return f"{text}\n{draw_call(Path(picture), problem, mask, tiles, at)}"
 
 
 def explain_problem(problem: Problem) -> str:

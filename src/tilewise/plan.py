@@ -18,8 +18,9 @@ import torch
 
 from .bodies import tile_range
 from .errors import InvalidInput
+from .operands import full_rank
 from .problem import Problem
-from .spec import Spec, Tensors
+from .spec import SLOTS, Spec, Tensors
 
 __all__ = [
     "EMPTY",
@@ -111,8 +112,10 @@ class MaskTensors(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors) -> MaskTensors | None:
         """Those of a spec; ``None`` if its mask has only bounds."""
-        own = cls(*(getattr(tensors, name) for name in cls._fields))
-        return own if any(t is not None for t in own) else None
+        own = tensors[SLOTS.index(cls._fields[0]) : SLOTS.index(cls._fields[-1]) + 1]
+        if all(t is None for t in own):
+            return None
+        return cls(*(None if t is None else full_rank(slot, t) for slot, t in zip(cls._fields, own, strict=True)))
 
 
 class BlockTable(NamedTuple):

@@ -121,6 +121,14 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _laid_out(call: Call, places: list[str], layout: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with these tensors, its own or the spec's, in another place."""
+    own = {name: layout(getattr(call, name)) for name in places if hasattr(call, name)}
+    named = {name: layout(getattr(call.spec.tensors, name)) for name in places if name not in own}
+    tensors = call.spec.tensors._replace(**named)
+    return call.replace(**own, spec=dataclasses.replace(call.spec, tensors=tensors))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One named input.
@@ -154,7 +162,7 @@ class Entry:
         """The call, drawn from ``seed`` in ``dtype``."""
         spec = placed(self.spec, device)
         if self.terms:
-            spec = spec & draw_terms(self.terms, self.shape, device, seed=seed + len(self.name))
+            spec &= draw_terms(self.terms, self.shape, device, seed=seed + len(self.name))
         call = random_call(
             self.shape,
             device=device,
@@ -167,7 +175,7 @@ class Entry:
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
-            call = call.replace(**{name: _LAYOUTS[self.layout](getattr(call, name)) for name in self.places.split()})
+            call = _laid_out(call, self.places.split(), _LAYOUTS[self.layout])
         return call if self.loss != "lse" else call.replace(do=None)
 
 
@@ -434,6 +442,16 @@ GAUNTLET: tuple[Entry, ...] = (
         "a term that is forgotten where there are others",
         (1, 2, 2, 90, 90, 16, 16),
         lengths(40, 50) & own_intervals(2, 90, 90) & dense(tiles_of_sixteen(1, 1, 90, 90)[0, 0]) & window(50, 20),
+    ),
+    Entry(
+        "far_bias",
+        "offsets of a bias in 32 bits",
+        (2, 2, 1, 130, 140, 64, 64),
+        causal(),
+        layout="far_offset",
+        places="bias",
+        gpu_gib=24,
+        terms="bias:bhqk",
     ),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
