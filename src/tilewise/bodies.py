@@ -9,7 +9,7 @@ truncates toward zero in Triton and floors in Python: operands are made non-nega
 
 from __future__ import annotations
 
-__all__ = ["allowed", "tile_range"]
+__all__ = ["alibi", "allowed", "in_row", "same_segment", "softcap_slope", "tile_range"]
 
 
 def allowed(q_pos, kv_pos, kv_end, upper, lower, HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
@@ -20,6 +20,26 @@ def allowed(q_pos, kv_pos, kv_end, upper, lower, HAS_UPPER: "constexpr", HAS_LOW
     if HAS_LOWER:
         ok = ok & (kv_pos >= q_pos - lower)
     return ok
+
+
+def same_segment(q_segment, k_segment):
+    """Do the query and the key carry the same segment id (document)?"""
+    return q_segment == k_segment
+
+
+def in_row(kv_pos, row_start, row_end):
+    """Does the key lie in the query's own interval ``row_start <= kv_pos < row_end``?"""
+    return (kv_pos >= row_start) & (kv_pos < row_end)
+
+
+def softcap_slope(t):
+    """The derivative of ``cap tanh(s / cap)`` from ``t = tanh(s / cap)``."""
+    return 1.0 - t * t
+
+
+def alibi(s, slope, distance):
+    """The score less ``slope`` for every position between query and key; ``distance`` is at least 0."""
+    return s - slope * distance
 
 
 def tile_range(row_lo, row_hi, col_end, upper, lower, BLOCK: "constexpr", HAS_UPPER: "constexpr", HAS_LOWER: "constexpr"):  # noqa: F821, UP037
