@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan, block_table, tile_kinds
+from tilewise.plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan, block_table, made_table, tile_kinds
 
 BLOCKS = [(1, 1), (2, 3), (4, 2), (16, 16)]
 BATCH, HEADS = 2, 2
@@ -134,6 +134,20 @@ def test_lists_hold_the_kinds(name):
             listed = table.tiles[b, h, r].tolist()
             assert listed[:free] == [c for c, kind in enumerate(row) if kind == FREE]
             assert listed[free : free + masked] == [c for c, kind in enumerate(row) if kind == MASKED]
+
+
+@pytest.mark.parametrize("name", ["documents", "unsorted ids", "ids for all batches", "rows", "rows for all", "key padding"])
+def test_the_kernel_makes_the_same_table(name):
+    from tilewise.backends.triton.table import make_table
+
+    n, m = 90, 70  # more columns than are judged at once, either way
+    mask = masks(n, m)[name]
+    for spec, transposed in ((tw.full(), True), (tw.causal(), False), (tw.window(20, 9), True)):
+        p = problem(spec, n, m)
+        made = made_table(p, mask, 8, 4, transposed)
+        got = make_table(p, mask, 8, 4, transposed)
+        assert torch.equal(made.counts, got.counts), (spec, transposed)
+        assert torch.equal(made.tiles, got.tiles), (spec, transposed)
 
 
 def test_what_is_broadcast_is_read_once():

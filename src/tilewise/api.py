@@ -11,7 +11,7 @@ import torch
 from .backends import module_of
 from .errors import InvalidInput
 from .ops import attention_op, attention_plain, is_plain
-from .plan import MaskTensors, check_fresh, planned
+from .plan import MaskTensors, check_fresh, made_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, choose, table
 from .spec import NO_TENSORS, SLOTS, Spec, spec_of
@@ -229,7 +229,8 @@ def plan(
     tensors = MaskTensors.of(mask.tensors)
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
-    return planned(mask, tensors, problem, chosen.geometries(problem))
+    make = getattr(chosen, "make_table", made_table)
+    return planned(mask, tensors, problem, chosen.geometries(problem), make)
 
 
 def explain(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .bodies import tile_range
+from .bodies import bound_tile, row_tile, segment_tile, tile_range
 from .errors import InvalidInput
 from .operands import full_rank
 from .problem import Problem
@@ -32,7 +32,9 @@ __all__ = [
     "TilePlan",
     "block_table",
     "check_fresh",
+    "extents_of",
     "kinds_in",
+    "made_table",
     "planned",
     "table_of",
     "tile_kinds",
@@ -145,12 +147,25 @@ class Masked(NamedTuple):
 Geometry = tuple[int, int, bool]  # block_m, block_n, transposed
 
 
-def planned(spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry]) -> Spec:
+def made_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool) -> BlockTable:
+    """The table of a mask for these tile sizes, in PyTorch operations."""
+    return block_table(tile_kinds(problem, mask, block_m, block_n, transposed), transposed)
+
+
+def extents_of(mask: MaskTensors) -> tuple[int, int]:
+    """How many batches and heads have a table of their own."""
+    shapes = [_collapsed(t).shape for t in mask if t is not None]
+    return max(shape[0] for shape in shapes), max((shape[1] for shape in shapes if len(shape) > 2), default=1)
+
+
+def planned(
+    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], make: Callable[..., BlockTable] = made_table
+) -> Spec:
     """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
     p = problem
     parts, names, extents = [], [], ""
     for block_m, block_n, transposed in sorted(set(geometries)):
-        table = block_table(tile_kinds(p, mask, block_m, block_n, transposed), transposed)
+        table = make(p, mask, block_m, block_n, transposed)
         parts += [table.counts.flatten(), table.tiles.flatten()]
         names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
         extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
@@ -193,7 +208,14 @@ def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, tuple[int
     return places
 
 
-def table_of(problem: Problem, tensors: Tensors, block_m: int, block_n: int, transposed: bool = False) -> BlockTable | None:
+def table_of(
+    problem: Problem,
+    tensors: Tensors,
+    block_m: int,
+    block_n: int,
+    transposed: bool = False,
+    make: Callable[..., BlockTable] = made_table,
+) -> BlockTable | None:
     """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask."""
     mask = MaskTensors.of(tensors)
     if mask is None:
@@ -202,7 +224,7 @@ def table_of(problem: Problem, tensors: Tensors, block_m: int, block_n: int, tra
     if packed is not None:
         found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get((block_m, block_n, transposed))
     if packed is None or found is None:
-        return block_table(tile_kinds(problem, mask, block_m, block_n, transposed), transposed)
+        return make(problem, mask, block_m, block_n, transposed)
     at, shape = found
     lists = shape[0] * shape[1] * shape[2]
     counts = packed[at : at + 2 * lists].view(*shape[:3], 2)
@@ -264,15 +286,11 @@ def _bound_kinds(
     first_q = torch.arange(0, seqlen_q, block_m, device=device)[:, None]
     first_k = torch.arange(0, seqlen_k, block_n, device=device)[None, :]
     end_q, end_k = first_q + block_m, first_k + block_n
-    seen = torch.ones(first_q.shape[0], first_k.shape[1], dtype=torch.bool, device=device)
-    free = seen & (end_q <= seqlen_q if transposed else end_k <= seqlen_k)
-    first_q, last_q = first_q + q_start, end_q.clamp(max=seqlen_q) - 1 + q_start
-    last_k = end_k.clamp(max=seqlen_k) - 1
-    if upper is not None:
-        seen, free = seen & (first_k <= last_q + upper), free & (last_k <= first_q + upper)
-    if lower is not None:
-        seen, free = seen & (last_k >= first_q - lower), free & (first_k >= last_q - lower)
-    return _kinds(seen, free & seen)[None, None]
+    whole = end_q <= seqlen_q if transposed else end_k <= seqlen_k
+    last_q, last_k = end_q.clamp(max=seqlen_q) - 1 + q_start, end_k.clamp(max=seqlen_k) - 1
+    seen, free = bound_tile(first_q + q_start, last_q, first_k, last_k, upper, lower, upper is not None, lower is not None)
+    seen = seen.expand(first_q.shape[0], first_k.shape[1])
+    return _kinds(seen, free & seen & whole)[None, None]
 
 
 def _kinds(seen: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
@@ -312,7 +330,7 @@ def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: in
     segment_q, segment_k = _collapsed(segment_q), _collapsed(segment_k)
     q_lo, q_hi = (_by_tile(segment_q, 1, block_m, f)[:, None, :, None] for f in (_least, _largest))
     k_lo, k_hi = (_by_tile(segment_k, 1, block_n, f)[:, None, None, :] for f in (_least, _largest))
-    return _kinds((q_lo <= k_hi) & (k_lo <= q_hi), (q_lo == k_hi) & (k_lo == q_hi))
+    return _kinds(*segment_tile(q_lo, q_hi, k_lo, k_hi))
 
 
 def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
@@ -322,7 +340,7 @@ def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, bl
     end_lo, end_hi = (_by_tile(row_end, 2, block_m, f)[..., None] for f in (_least, _largest))
     first = torch.arange(0, seqlen_k, block_n, device=row_start.device)
     end = (first + block_n).clamp(max=seqlen_k)
-    return _kinds((end > start_lo) & (first < end_hi), (first >= start_hi) & (end <= end_lo))
+    return _kinds(*row_tile(first, end, start_lo, start_hi, end_lo, end_hi))
 
 
 def _dense_kinds(dense: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "documents_called_free",
         "a tile in which two documents meet needs no mask",
-        PLAN,
+        BODIES,
         "(q_lo == k_hi) & (k_lo == q_hi)",
         "(q_lo == k_lo) & (k_hi == q_hi)",
         ("documents_full", "unsorted_ids"),
@@ -68,7 +68,7 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "documents_called_empty",
         "a tile whose ids touch at their ends is not visited",
-        PLAN,
+        BODIES,
         "(q_lo <= k_hi) & (k_lo <= q_hi)",
         "(q_lo < k_hi) & (k_lo <= q_hi)",
         ("documents",),
@@ -76,17 +76,17 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows_called_free",
         "a tile that is free for one row needs no mask",
-        PLAN,
-        "(first >= start_hi) & (end <= end_lo)",
-        "(first >= start_lo) & (end <= end_hi)",
+        BODIES,
+        "(first_k >= start_hi) & (end_k <= end_lo)",
+        "(first_k >= start_lo) & (end_k <= end_hi)",
         ("row_intervals",),
     ),
     Mutant(
         "rows_called_empty",
         "only keys that all rows see are visited",
-        PLAN,
-        "(end > start_lo) & (first < end_hi)",
-        "(end > start_hi) & (first < end_lo)",
+        BODIES,
+        "(end_k > start_lo) & (first_k < end_hi)",
+        "(end_k > start_hi) & (first_k < end_lo)",
         ("row_intervals",),
     ),
     Mutant(
@@ -108,9 +108,9 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ragged_tile_called_free",
         "padded keys are seen where a table says so",
-        PLAN,
-        "free = seen & (end_q <= seqlen_q if transposed else end_k <= seqlen_k)",
-        "free = seen & (end_q >= 0)",
+        "backends/triton/table.py",
+        "free = free & (end_k == first_k + BLOCK_N)",
+        "free = free & (end_k >= 0)",
         ("documents_full",),
     ),
     Mutant(
@@ -120,6 +120,22 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
         "kinds = kinds.transpose(-1, -2).contiguous()",
         "kinds = kinds.transpose(-1, -2)",
         ("dense_tiles",),
+    ),
+    Mutant(
+        "torch_ragged_tile_called_free",
+        "padded keys are seen where a table says so",
+        PLAN,
+        "free & seen & whole",
+        "free & seen",
+        ("dense_tiles",),
+    ),
+    Mutant(
+        "masked_tiles_over_free_ones",
+        "both kinds of tiles begin the list",
+        "backends/triton/table.py",
+        "to_masked = n_free",
+        "to_masked = 0",
+        ("documents",),
     ),
     Mutant("table_of_first_head", "all heads walk the lists of the first", PLAN, "rows if heads > 1 else 0", "0", ("dense_tiles",)),
     Mutant(

@@ -22,6 +22,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from . import bwd, dbias, fwd
+from .table import make_table
 
 __all__ = [
     "Launch",
@@ -33,6 +34,7 @@ __all__ = [
     "launch_dkdv",
     "launch_dq",
     "launch_fwd",
+    "make_table",
 ]
 
 LOG2_E = 1.4426950408889634
@@ -123,7 +125,7 @@ def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
 
 def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
     """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
-    table = table_of(problem, tensors, config.block_m, config.block_n, transposed)
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table)
     return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
 
 
