@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tilewise import CAPABILITIES, Capability
 from tilewise.capabilities import dims_text
+from tilewise.problem import GRADIENTS
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -39,7 +40,7 @@ def _head_dims(row: Capability) -> str:
 def _gradients(row: Capability) -> str:
     if not row.gradients:
         return "none: forward only"
-    text = ", ".join(f"d{name}" for name in row.gradients)
+    text = ", ".join(f"d{GRADIENTS[letter]}" for letter in row.gradients)
     return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 
@@ -50,6 +51,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         ", ".join(_SHORT.get(name, name) for name in row.dtypes),
         _head_dims(row),
         _gradients(row),
+        ", ".join(("causal", "window", *row.terms)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",
         "yes" if row.deterministic else "no",
@@ -58,7 +60,10 @@ def _cells(row: Capability) -> tuple[str, ...]:
     )
 
 
-HEADER = ("backend", "devices", "dtypes", "head_dim", "gradients", "layout", "Triton", "deterministic", "memory", "`auto` takes it")
+HEADER = (
+    *("backend", "devices", "dtypes", "head_dim", "gradients", "masks and scores", "layout"),
+    *("Triton", "deterministic", "memory", "`auto` takes it"),
+)
 
 
 def table() -> str:

@@ -95,6 +95,15 @@ def test_readme_example_runs():
     assert "'auto' takes it" in run.stdout
 
 
+SCORES = blocks((ROOT / "docs" / "scores.md").read_text(), "python")
+
+
+@pytest.mark.parametrize("at", range(len(SCORES)))
+def test_examples_of_score_steps_run(at):
+    assert len(SCORES) >= 5
+    exec(compile(SCORES[at], f"docs/scores.md, example {at + 1}", "exec"), {})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_relative_links_point_to_files(page):
     assert broken_links(page, page.read_text()) == []
@@ -154,3 +163,15 @@ def test_draw_writes_the_pictures_that_are_committed(tmp_path):
     draw = load(ROOT / "docs" / "draw.py")
     assert draw.main(["--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.glob("*.png")} == {p.name for p in (ROOT / "docs" / "pictures").glob("*.png")}
+
+
+@pytest.mark.parametrize("page", ["masks.md"])
+def test_examples_of_the_page_run(page, tmp_path):
+    pytest.importorskip("matplotlib")
+    examples = blocks((ROOT / "docs" / page).read_text(), "python")
+    assert examples
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for example in examples:
+        command = [sys.executable, "-c", example]
+        run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert run.returncode == 0, run.stderr

@@ -100,6 +100,7 @@ def test_every_choice_is_legal(pair):
         ("batch=16 heads=16 seqlen=1024 mask=causal", True, True),
         ("batch=16 heads=16 seqlen=1024 dtype=float16", True, False),
         ("batch=16 heads=16 seqlen=1024x1030 mask=causal", True, False),
+        ("heads=16 seqlen=16384 mask=upper:-1,lower:20", True, False),
     ],
 )
 def test_lookup_takes_few_tiles_one_by_one_and_guards_long_calls(pair, text, dynamic, guarded):
@@ -199,3 +200,9 @@ def test_shared_memory_counts_queries_and_stages():
     assert shared_memory(problem, config) == (128 + 2 * 2 * 64) * 256 * 2 + 1024 <= ARCHS["sm_90"].shared_memory
     problem = _problem("seqlen=64 head_dim=192/128 arch=sm_90")
     assert shared_memory(problem, config) == (128 * 192 + 2 * 64 * (192 + 128)) * 2 + 1024
+
+
+@pytest.mark.parametrize("head_dim, dynamic", [(64, True), (128, False), (192, False), (256, False)])
+def test_a_long_careful_causal_call_takes_a_program_a_tile_where_that_was_faster(head_dim, dynamic):
+    problem = _problem(f"heads=16 seqlen=16384 head_dim={head_dim} dtype=float16 mask=causal arch=sm_90")
+    assert lookup(problem).dynamic == dynamic

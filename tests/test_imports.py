@@ -17,13 +17,13 @@ ROOT = Path(tilewise.__file__).parent
 # Each layer may import from itself and from the layers before it.
 LAYERS = (
     ("errors", "arch"),
-    ("spec", "bodies"),
-    ("problem",),
+    ("spec", "terms", "masks", "bodies"),
+    ("operands", "problem"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),
-    ("ops",),
-    ("api", "merge", "cache"),
+    ("batching", "ops"),
+    ("tile_map", "api", "merge", "cache"),
     ("parallel", "integrations", "cli", "testing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

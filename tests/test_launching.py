@@ -142,6 +142,15 @@ def test_strides_of_one_class_share_a_kernel_and_are_handed_over():
     assert [args[11] for _, args in kernel.launches[1:]] == [(48, 1), (32, 1)]
 
 
+def test_none_and_tuples_among_the_numbers_are_handed_over():
+    kernel, tensors = Kernel(), pair()
+    caps = [((2.0, 0.5), None), ((4.0, 0.25), None), (None, None)]
+    for cap in caps:
+        plan_of(kernel, number=cap, length=None).run(*tensors)
+    assert kernel.roads == ["ordinary", "kept", "ordinary"]
+    assert kernel.launches[1][1][13:] == (caps[1], None, 16)
+
+
 def test_tensors_of_another_device_run_under_a_guard(device):
     kernel = Kernel()
     plan, tensors = plan_of(kernel), pair()
@@ -338,6 +347,7 @@ def test_nothing_holds_the_tensors(direct, descriptors):
 
 NUMBERS = [0, 1, 2, 15, 16, 17, 32, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 2**63, 2**63 + 16, -1, -16, -(2**31), -(2**31) - 1]
 NUMBERS += [1.0, 16.0, 0.5, True, False, None, (1, 16), (1, 32), (16, 16), (2, 16)]
+NUMBERS += [(None, None), (None, 16), ((2.0, 0.5), None), ((4.0, 0.25), None), ((2.0, 1), None), ((2.0, 2), None)]
 
 
 @pytest.mark.skipif(runtime().triton not in launching.KNOWN, reason="needs a version of Triton that was read")

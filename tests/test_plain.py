@@ -202,6 +202,28 @@ def launches(monkeypatch):
     triton._fwd_plan.cache_clear()
 
 
+@pytest.mark.parametrize("spec", [tw.full() & tw.softcap(20.0), tw.causal() & tw.window(9) & tw.softcap(3.0)], ids=str)
+def test_a_softcap_launches_what_was_kept(launches, spec):
+    tensors = [torch.randn(1, 8, 128, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for _ in range(3):
+        tw.attention(*tensors, spec=spec, backend="triton")
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize("spec", [None, tw.causal(), tw.causal() & tw.softcap(20.0)], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_specs_without_tensors_skip_the_dispatcher(spec, grad, monkeypatch):
+    monkeypatch.setattr("tilewise.api.attention_op", None)
+    o, lse = tw.attention(*qkv(grad), spec=spec, return_lse=True)
+    assert (o.requires_grad, lse.requires_grad) == (grad, grad)
+
+
+def test_specs_with_tensors_do_not():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilewise.api.attention_plain", None)
+        assert torch.is_tensor(tw.attention(*qkv(), spec=tw.sink(torch.zeros(2))))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_calls_of_functions_in_one_attention(launches, grad):
     tensors = [torch.randn(1, 8, 128, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]

@@ -1,12 +1,14 @@
 """tilewise: exact softmax attention for PyTorch, computed on tiles."""
 
-from .api import attention, explain
+from .api import attention, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
+from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
 from .reference import reference
 from .spec import Spec, causal, full, window
+from .terms import alibi, bias, dense, row_intervals, segments, sink, softcap
 
 __version__ = "0.1.0"
 
@@ -20,11 +22,24 @@ __all__ = [
     "Problem",
     "Reason",
     "Spec",
+    "alibi",
     "attention",
+    "bias",
     "causal",
+    "chunked",
+    "dense",
+    "documents",
     "explain",
     "full",
+    "key_padding",
     "merge",
+    "plan",
+    "prefix_lm",
     "reference",
+    "row_intervals",
+    "segments",
+    "sink",
+    "softcap",
+    "spans",
     "window",
 ]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
 
+from .backends import module_of
 from .errors import InvalidInput
 from .ops import attention_op, attention_plain, is_plain
-from .problem import Problem, check_kinds, check_precision, check_scale, grad_letters
-from .select import capability, table
-from .spec import Spec, spec_of
+from .plan import MaskTensors, check_fresh, made_table, planned
+from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
+from .select import capability, choose, table
+from .spec import NO_TENSORS, SLOTS, Spec, spec_of
+from .tile_map import draw_call
 
-__all__ = ["attention", "explain"]
+__all__ = ["attention", "explain", "plan"]
 
 
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,6 +42,14 @@ def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, alig
     if window is None and align is None and (causal is False or causal is True):
         return _WITHOUT_WINDOW[causal]
     return str(spec_of(causal, window, align))
+
+
+def _check_tensors_of(spec: Spec) -> None:
+    for slot, t in zip(SLOTS, spec.tensors, strict=True):
+        if t is not None:
+            check_kind(slot, t, "that broadcasts over the call")
+    if spec.plan and not torch.compiler.is_compiling():
+        check_fresh(spec)
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,7 +129,8 @@ def attention(
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
             ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
-        spec: the mask as a ``tilewise.Spec``, instead of causal, window and align.
+        spec: mask, score steps and sinks as a ``tilewise.Spec``, instead of causal, window and align:
+            ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
@@ -141,7 +155,13 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     plain = is_plain(q, k, v)
-    mask = _known_mask(causal, window, align) if plain and spec is None else str(_spec(causal, window, align, spec))
+    tensors = NO_TENSORS
+    if plain and spec is None:
+        mask = _known_mask(causal, window, align)
+    else:
+        whole = _spec(causal, window, align, spec)
+        _check_tensors_of(whole)
+        mask, tensors = str(whole), whole.tensors
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -155,9 +175,62 @@ def attention(
         check_precision(precision, "float32")
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    call = attention_plain if plain else attention_op
-    o, lse = call(q, k, v, mask, sm_scale, precision, backend)
+    if plain and (tensors is NO_TENSORS or all(t is None for t in tensors)):
+        o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
+    else:
+        o, lse = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
     return (o, lse) if return_lse else o
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: Spec,
+    *,
+    v: torch.Tensor | None = None,
+    backend: str = "auto",
+    backward: bool | None = None,
+) -> Spec:
+    """The same spec with its tables of tiles made, for any number of calls: the layers of a network, forward and backward.
+
+    Which tiles a mask empties and which it leaves whole depends on its tensors (segments, row intervals, a dense mask). Without a
+    plan every call finds out anew. The result is that of the plain spec, bit for bit.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), as in the calls to come; only its shape, dtype, device and strides matter.
+        k: (batch, heads_kv, seqlen_k, head_dim).
+        spec: the mask and all else that ``attention`` takes as ``spec``.
+        v: (batch, heads_kv, seqlen_k, head_dim_v); ``None`` (the default): like k.
+        backend: as in ``attention``.
+        backward: also plan the backward pass. ``None`` (the default): if q, k or v requires a gradient.
+
+    Returns:
+        A spec for ``attention(..., spec=...)`` with the same batch, heads_q and lengths. A pass whose tiles have other sizes than
+        those planned (another dtype or head_dim, say) makes its own table. A spec without such tensors comes back as it is.
+
+    Raises:
+        InvalidInput, BackendRefused: as ``attention`` would. ``attention`` raises InvalidInput for a plan that was made for other
+            shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
+
+    Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
+    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own.
+    """
+    if not isinstance(spec, Spec):
+        raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.segments(...), say.")
+    v = k if v is None else v
+    check_kinds(q, k, v)
+    mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
+    _check_tensors_of(mask)
+    if backward is None:
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "")
+    chosen = module_of(choose(problem, backend).backend)
+    tensors = MaskTensors.of(mask.tensors)
+    if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
+        return mask
+    make = getattr(chosen, "make_table", made_table)
+    return planned(mask, tensors, problem, chosen.geometries(problem), make)
 
 
 def explain(
@@ -171,13 +244,23 @@ def explain(
     sm_scale: float | None = None,
     precision: str | None = None,
     spec: Spec | None = None,
+    picture: str | Path | None = None,
+    tiles: tuple[int, int] | None = None,
+    at: tuple[int, int] = (0, 0),
 ) -> str:
-    """Which backends take this call, and why the others do not, as text. The arguments are those of ``attention``.
+    """Which backends take this call, and why the others do not, as text. The arguments up to spec are those of ``attention``.
 
     The first line is the problem string, which ``tilewise explain`` reads on the command line.
+
+    Args:
+        picture: also draw the mask of one head, as tiles (and as elements for lengths up to 128), to this file: .png, .svg or .pdf.
+            Needs matplotlib. Default ``None``: no picture.
+        tiles: ``(queries, keys)`` of a tile. Default ``None``: those of the forward pass of the backend that ``"auto"`` takes.
+        at: ``(batch, head)`` that is drawn. Default ``(0, 0)``.
     """
     mask = _spec(causal, window, align, spec)
     check_kinds(q, k, v)
+    _check_tensors_of(mask)
     q, k, v = _autocast(q, k, v)
     problem = Problem.bind(
         q,
@@ -186,9 +269,12 @@ def explain(
         mask,
         sm_scale,
         precision,
-        grad_letters(q.requires_grad, k.requires_grad, v.requires_grad),
+        grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *mask.tensors[:3]))),
     )
-    return explain_problem(problem)
+    text = explain_problem(problem)
+    if picture is None:
+        return text
+    return f"{text}\n{draw_call(Path(picture), problem, mask, tiles, at)}"
 
 
 def explain_problem(problem: Problem) -> str:

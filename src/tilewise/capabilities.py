@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import Reason
-from .problem import Problem
+from .problem import GRADIENTS, Problem
 
 __all__ = ["CAPABILITIES", "Capability", "dims_text", "refuse"]
 
 HALF = ("float16", "bfloat16")
+SCORES = ("softcap", "alibi", "bias", "sink")
+MASKS = ("segment", "row", "dense")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Capability:
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
-    descriptor; ``gradients`` are the inputs that it can differentiate.
+    descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
+    of a spec besides bounds (out of ``spec.TERMS``).
     """
 
     backend: str
@@ -40,6 +43,7 @@ class Capability:
     forward_only: tuple[tuple[int, int], ...] = ()
     bulk_only: bool = False
     gradients: str = "qkv"
+    terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
 
@@ -68,6 +72,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         triton=(3, 6),
         interpretable=True,
         min_compute_capability=80,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
     ),
     Capability(
         "torch",
@@ -75,6 +81,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
     ),
     Capability(
         "reference",
@@ -82,6 +90,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         kinds=("*",),
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
+        gradients="qkvbas",
+        terms=(*SCORES, *MASKS),
         auto=False,
         quadratic=True,
     ),
@@ -128,9 +138,15 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         no("head_dim", f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}, it takes {dims_text(c.head_dims)}")
     if c.bulk_only and not p.bulk:
         no("layout", "a tensor has a base or strides that are not multiples of 16 bytes, or a last dim that is not contiguous")
-    missing = [name for name in p.grad if name not in c.gradients or pair in c.forward_only]
+    lacking = [term for term in p.spec.terms if term not in c.terms]
+    if lacking:
+        have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
+        no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
-        have = f"none at head_dim {dims_text((pair,))}" if pair in c.forward_only else c.gradients or "none"
+        have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"
+        if pair in c.forward_only:
+            have = f"none at head_dim {dims_text((pair,))}"
         no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {have}")
     if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
         no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")

@@ -1,12 +1,13 @@
 """The two registered operators, their fake kernels, their batching rules, and the gradient.
 
-The operators have fixed arity; the spec crosses as its string and gradients that nobody asked for come back with no elements.
+The operators have fixed arity; the spec crosses as its string, the tensors that it names as optional arguments in the order of
+``spec.SLOTS``, and gradients that nobody asked for come back with no elements.
 
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
-(``is_plain``) skips the dispatcher, which would do nothing for it but call the operator's kernel. Compiled and exported graphs
-hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as eager code does.
-``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they, and second
-derivatives, are refused with a clear error.
+(``is_plain``, and a spec that names no tensor) skips the dispatcher, which would do nothing for it but call the operator's kernel.
+Compiled and exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as
+eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they,
+and second derivatives, are refused with a clear error.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from typing import Any
 import torch
 
 from .backends import module_of
+from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
-from .problem import Problem, check_precision, check_tensors, dtype_name, grad_letters
+from .operands import describe, full_rank
+from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_name, grad_letters, keeps_rows
 from .select import capability, choose
-from .spec import Spec
+from .spec import NO_TENSORS, SLOTS, Spec, Tensors
 
 __all__ = ["attention_op", "attention_plain", "is_plain"]
 
 _LIB = torch.library.Library("tilewise", "DEF")
+_TENSORS = ", ".join(f"Tensor? {slot}=None" for slot in SLOTS)
 _LIB.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad)"
-    " -> (Tensor, Tensor)"
+    "attention_forward(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad,"
+    f" {_TENSORS}) -> (Tensor, Tensor, Tensor)"
 )
 _LIB.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, str spec,"
-    " float? sm_scale, str? precision, str backend, str grad) -> (Tensor, Tensor, Tensor)"
+    f" float? sm_scale, str? precision, str backend, str grad, Tensor? rows=None, {_TENSORS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
-
 # Real and fake kernels allocate through the same functions, so their shapes, dtypes and strides agree.
 
 
@@ -51,22 +55,33 @@ def _like(t: torch.Tensor, heads: int, last: int) -> torch.Tensor:
     return t.new_empty((batch, heads, seqlen, last))
 
 
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def _empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return _like(q, q.shape[1], v.shape[3]), lse
+    return _like(q, q.shape[1], v.shape[3]), q.new_empty((q.shape[0], q.shape[1], q.shape[2]), dtype=_wide(q))
 
 
-def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: str) -> tuple[torch.Tensor, ...]:
-    named = (("q", q), ("k", k), ("v", v))
-    return tuple(_like(t, t.shape[1], t.shape[3]) if n in grad else t.new_empty((0,)) for n, t in named)
+def _empty_rows(q: torch.Tensor, kept: bool) -> torch.Tensor:
+    """What the backward pass must know of a row besides lse; no elements if that is nothing."""
+    return q.new_empty((q.shape[0], q.shape[1], q.shape[2], 2) if kept else (0,), dtype=_wide(q))
 
 
-def _run(backend: str, problem: Problem, direction: str, *tensors: torch.Tensor | None) -> None:
+def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> tuple[torch.Tensor, ...]:
+    """In the order of ``GRADIENTS``. That of a tensor that the spec names has its very shape."""
+    wanted = [_like(t, t.shape[1], t.shape[3]) if n in grad else q.new_empty((0,)) for n, t in (("q", q), ("k", k), ("v", v))]
+    for letter, t in zip("bas", tensors, strict=False):
+        wanted.append(t.new_empty(t.shape) if letter in grad else q.new_empty((0,)))
+    return tuple(wanted)
+
+
+def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
     work = getattr(module_of(backend), direction)
     try:
         if torch._C._is_any_autocast_enabled():
-            with torch.autocast(tensors[0].device.type, enabled=False):  # type: ignore[union-attr]
+            with torch.autocast(tensors[0].device.type, enabled=False):
                 work(problem, *tensors)
         else:
             work(problem, *tensors)
@@ -103,7 +118,7 @@ _bound: dict[tuple[Any, ...], _Binding] = {}
 _MOST_BOUND = 4096
 
 
-def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> _Binding:
+def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS) -> _Binding:
     """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
     key = (
         *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
@@ -112,9 +127,11 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> _Bindin
         *(spec, sm_scale, precision, backend, grad),
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
     )
+    if tensors is not NO_TENSORS:
+        key = (*key, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
-        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also)
+        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors)
         found = _Binding(problem, choose(problem, backend).backend, problem.is_empty)
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
@@ -122,7 +139,17 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=()) -> _Bindin
     return found
 
 
-def _forward(q, k, v, spec, sm_scale, precision, backend, grad):
+def _tensors_of(given: tuple[torch.Tensor | None, ...]) -> Tensors:
+    return Tensors(*given) if any(t is not None for t in given) else NO_TENSORS
+
+
+def _views(tensors: Tensors) -> Tensors:
+    """The tensors as backends take them: views with all dims of their slots."""
+    return Tensors(*(None if t is None else full_rank(slot, t) for slot, t in zip(SLOTS, tensors, strict=True)))
+
+
+def _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad):
+    """``(o, lse)`` of a call whose spec names no tensor."""
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad)
     o, lse = bound.empty_outputs(q, v)
     if bound.is_empty:
@@ -131,15 +158,41 @@ def _forward(q, k, v, spec, sm_scale, precision, backend, grad):
     return o, lse
 
 
-def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad):
+def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    tensors = _tensors_of(given)
+    if tensors is NO_TENSORS:
+        return *_forward_plain(q, k, v, spec, sm_scale, precision, backend, grad), _empty_rows(q, False)
+    bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, tensors=tensors)
+    o, lse = bound.empty_outputs(q, v)
+    rows = _empty_rows(q, bound.problem.keeps_rows)
+    if bound.is_empty:
+        lse.fill_(float("-inf"))
+        if tensors.sink is not None:
+            lse.copy_(full_rank("sink", tensors.sink)[..., None].expand(lse.shape))
+        return o.zero_(), lse, rows.zero_()
+    _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, _views(tensors), rows)
+    return o, lse, rows
+
+
+def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
     if do is None:
         do = torch.zeros_like(o)
-    bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o))
-    grads = _empty_gradients(q, k, v, grad)
+    tensors = _tensors_of(given)
+    bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
+    grads = _empty_gradients(q, k, v, tensors, grad)
     if bound.is_empty:
-        return tuple(t.zero_() for t in grads)
-    wanted = (t if name in grad else None for name, t in zip("qkv", grads, strict=True))
-    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, *wanted)
+        for t in grads:
+            t.zero_()
+        if "s" in grad and dlse is not None:
+            # Without keys lse is the sink itself.
+            grads[5].copy_(dlse.sum(-1).sum_to_size(full_rank("sink", grads[5]).shape).view(grads[5].shape))
+        return grads
+    dq, dk, dv, *more = (t if letter in grad else None for letter, t in zip(GRADIENTS, grads, strict=True))
+    extra = ()
+    if tensors is not NO_TENSORS:
+        named = zip(("bias", "slopes", "sink"), more, strict=True)
+        extra = (_views(tensors), rows, _views(Tensors(**dict(named))))
+    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, dq, dk, dv, *extra)
     return grads
 
 
@@ -149,44 +202,23 @@ for _device in _DEVICES:
 
 
 @torch.library.register_fake("tilewise::attention_forward", lib=_LIB)
-def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad):
+def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     check_tensors(q, k, v)
     check_precision(precision, dtype_name(q.dtype))
     if backend != "auto":
         capability(backend)
-    return _empty_outputs(q, v)
+    parsed = Spec.parse(spec)
+    describe(parsed, _tensors_of(given), q, k)
+    return *_empty_outputs(q, v), _empty_rows(q, keeps_rows(parsed, grad))
 
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
-def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad):
-    return _empty_gradients(q, k, v, grad)
+def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+    return _empty_gradients(q, k, v, _tensors_of(given), grad)
 
 
-def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
-    """The batched dim of ``t`` (``None``: it is the same for all) folded into its first dim."""
-    if t is None:
-        return None
-    batched = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    return batched.flatten(0, 1)
-
-
-def _vmap_rule(op: Any, tensors: int) -> Any:
-    """The batching rule of an operator whose first arguments are tensors that all begin with the batch dim."""
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        size = info.batch_size
-        folded = (_folded(t, dim, size) for t, dim in zip(args[:tensors], in_dims[:tensors], strict=True))
-        outputs = op(*folded, *args[tensors:])
-        # A gradient that nobody asked for has one dim and no elements: it has no batch to unfold.
-        batched = [t.dim() > 1 for t in outputs]
-        unfolded = (t.unflatten(0, (size, t.shape[0] // size)) if b else t for t, b in zip(outputs, batched, strict=True))
-        return tuple(unfolded), tuple(0 if b else None for b in batched)
-
-    return rule
-
-
-torch.library.register_vmap("tilewise::attention_forward", _vmap_rule(_FORWARD, 3), lib=_LIB)
-torch.library.register_vmap("tilewise::attention_backward", _vmap_rule(_BACKWARD, 7), lib=_LIB)
+torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
+torch.library.register_vmap("tilewise::attention_backward", backward_rule(_BACKWARD), lib=_LIB)
 
 
 def _refuse_derivative(what: str) -> BackendRefused:
@@ -247,28 +279,37 @@ class _BackwardFunctorch(torch.autograd.Function):
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
     _refuse_functorch()
-    _refuse_tangents(*args[:7])
+    _refuse_tangents(*args[:7], *args[12:])
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
 
 
+_INPUTS = 3 + len(SLOTS)
+_ARGUMENTS = 5  # spec, sm_scale, precision, backend, grad
+
+
 def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    grad = grad_letters(*ctx.needs_input_grad[:3])
+    nothing = (None,) * len(ctx.needs_input_grad)
+    differentiable = min(len(nothing) - _ARGUMENTS, len(GRADIENTS))
+    grad = grad_letters(*ctx.needs_input_grad[:differentiable])
     if (do is None and dlse is None) or not grad:
-        return (None,) * 8
+        return nothing
     apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
-    grads = apply(do, dlse, *ctx.saved_tensors, *ctx.arguments, grad)
-    return (*(g if name in grad else None for name, g in zip("qkv", grads, strict=True)), *(None,) * 5)
+    q, k, v, o, lse, *more = ctx.saved_tensors
+    given = more if any(t is not None for t in more[1:]) else ()
+    grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
+    wanted = [g if name in grad else None for name, g in zip(GRADIENTS, grads, strict=True)]
+    return (*wanted[:differentiable], *nothing[differentiable:])
 
 
-class _Attention(torch.autograd.Function):
-    """The forward operator, or its kernel (``run``), with its gradient."""
+class _Plain(torch.autograd.Function):
+    """The kernel of the forward operator with its gradient, for a plain call."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad, run) -> Any:
-        o, lse = run(q, k, v, spec, sm_scale, precision, backend, grad)
+    def forward(ctx: Any, q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
+        o, lse = _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.arguments = (spec, sm_scale, precision, backend)
         ctx.set_materialize_grads(False)
@@ -276,7 +317,26 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
-        return (*_gradients(ctx, do, dlse), None)
+        return _gradients(ctx, do, dlse)
+
+
+class _Attention(torch.autograd.Function):
+    """The forward operator with its gradient. The arguments are q, k, v, the tensors of the spec, and then the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        inputs, rest = args[:_INPUTS], args[_INPUTS:]
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse, rows = _FORWARD(*inputs[:3], *rest, *inputs[3:])
+        ctx.save_for_backward(*inputs[:3], o, lse, rows, *inputs[3:])
+        ctx.arguments = rest[:-1]
+        ctx.mark_non_differentiable(rows)
+        ctx.set_materialize_grads(False)
+        return o, lse, rows
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
+        return _gradients(ctx, do, dlse)
 
 
 class _AttentionFunctorch(torch.autograd.Function):
@@ -285,18 +345,18 @@ class _AttentionFunctorch(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, spec, sm_scale, precision, backend, grad) -> Any:
-        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad)
+    def forward(*args: Any) -> Any:
+        return _FORWARD(*args[:3], *args[_INPUTS:], *args[3:_INPUTS])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, spec, sm_scale, precision, backend, _ = inputs
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.arguments = (spec, sm_scale, precision, backend)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_INPUTS])
+        ctx.arguments = inputs[_INPUTS:-1]
+        ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
         return _gradients(ctx, do, dlse)
 
     @staticmethod
@@ -304,20 +364,23 @@ class _AttentionFunctorch(torch.autograd.Function):
         raise _refuse_derivative("forward-mode derivative (jvp)")
 
 
-def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad):
-    """The forward operator where autograd may be recording. ``grad`` is found anew: a graph's may be older than its inputs."""
+def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    """The forward operator where autograd may be recording: then ``grad`` is found anew, as a graph's may be older than its inputs.
+
+    Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
+    """
     _refuse_functorch()
-    _refuse_tangents(q, k, v)
-    needs = torch.is_grad_enabled()
-    grad = grad_letters(needs and q.requires_grad, needs and k.requires_grad, needs and v.requires_grad)
-    if grad:
-        return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad, _below_autograd)
-    return _below_autograd(q, k, v, spec, sm_scale, precision, backend, grad)
-
-
-def _below_autograd(*args: Any) -> Any:
+    _refuse_tangents(q, k, v, *given)
+    found = ""
+    if torch.is_grad_enabled():
+        needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
+        found = grad_letters(*needs)
+    if found:
+        grad = found
+        tensors = (*given, *(None,) * (len(SLOTS) - len(given)))
+        return _Attention.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)
     with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD(*args)
+        return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
 
 _LIB.impl("attention_forward", _forward_autograd, "Autograd")
@@ -325,16 +388,28 @@ _LIB.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: str,
+    sm_scale: float | None,
+    precision: str | None,
+    backend: str,
+    tensors: Tensors = NO_TENSORS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(o, lse)``, differentiable where an input needs it. The tensors have passed ``check_kinds``."""
-    args = (q, k, v, spec, sm_scale, precision, backend, "")
+    given = () if all(t is None for t in tensors) else tensors
+    args = (q, k, v, spec, sm_scale, precision, backend, "", *given)
     if torch.compiler.is_compiling():
-        return _FORWARD(*args)
-    if torch._C._are_functorch_transforms_active():
-        return _AttentionFunctorch.apply(*args)  # type: ignore[return-value]
-    # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
-    return _forward_autograd(*args)  # type: ignore[return-value]
+        o, lse, _ = _FORWARD(*args)
+    elif torch._C._are_functorch_transforms_active():
+        # Whether a transform outside wants a gradient is not to be seen from here.
+        grad = "b" if tensors.bias is not None else ""
+        o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
+    else:
+        # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
+        o, lse, _ = _forward_autograd(*args)  # type: ignore[misc]
+    return o, lse
 
 
 # A plain call: nothing stands between it and the operator's kernel. The dispatcher reads two sets of keys, that of each tensor and
@@ -385,9 +460,9 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
 def attention_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention_op`` for a call that ``is_plain``."""
+    """``attention_op`` for a call that ``is_plain`` and whose spec names no tensor."""
     if torch.is_grad_enabled():
         grad = grad_letters(q.requires_grad, k.requires_grad, v.requires_grad)
         if grad:
-            return _Attention.apply(q, k, v, spec, sm_scale, precision, backend, grad, _forward)  # type: ignore[return-value]
-    return _forward(q, k, v, spec, sm_scale, precision, backend, "")
+            return _Plain.apply(q, k, v, spec, sm_scale, precision, backend, grad)  # type: ignore[return-value]
+    return _forward_plain(q, k, v, spec, sm_scale, precision, backend, "")

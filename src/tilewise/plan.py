@@ -1,20 +1,46 @@
-"""``TilePlan``: which tiles of the score matrix are empty, which need the mask and which do not, in closed form.
+"""Which tiles of the score matrix are empty, which need the mask and which do not.
 
-EMPTY and FREE are exact claims (no pair, every pair of the tile is seen); MASKED is always allowed. The kernels call the same
-``bodies.tile_range`` for themselves, so the plan here is for pictures, counts, schedules and tests.
+EMPTY and FREE are exact claims (no pair, every pair of the tile is seen); MASKED is always allowed. ``TilePlan`` says it in closed
+form for the bounds of a spec: the kernels call the same ``bodies.tile_range`` for themselves, so that plan is for pictures, counts,
+schedules and tests. ``BlockTable`` says it for masks that come as tensors (segments, rows, a dense mask): lists of tiles, built on
+the tensors' device, that kernels walk.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from .bodies import tile_range
+from .bodies import bound_tile, row_tile, segment_tile, tile_range
+from .errors import InvalidInput
+from .operands import full_rank
 from .problem import Problem
+from .spec import SLOTS, Spec, Tensors
 
-__all__ = ["EMPTY", "FREE", "MASKED", "TilePlan"]
+__all__ = [
+    "EMPTY",
+    "FREE",
+    "MASKED",
+    "BlockTable",
+    "MaskTensors",
+    "Masked",
+    "TilePlan",
+    "block_table",
+    "check_fresh",
+    "extents_of",
+    "kinds_in",
+    "made_table",
+    "planned",
+    "table_of",
+    "tile_kinds",
+]
 
+# In this order, the kind of a conjunction is the least kind of its terms.
 EMPTY, MASKED, FREE = 0, 1, 2
 
 
@@ -74,3 +100,254 @@ class TilePlan:
             free += free_hi - free_lo
             masked += (hi - lo) - (free_hi - free_lo)
         return self.m_blocks * self.n_blocks - masked - free, masked, free
+
+
+class MaskTensors(NamedTuple):
+    """The tensors of a mask. A dim along which one is the same has size 1 or stride 0."""
+
+    segment_q: torch.Tensor | None = None  # integers (batch, seqlen_q)
+    segment_k: torch.Tensor | None = None  # integers (batch, seqlen_k)
+    row_start: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
+    row_end: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
+    dense: torch.Tensor | None = None  # bool (batch, heads_q, seqlen_q, seqlen_k)
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> MaskTensors | None:
+        """Those of a spec; ``None`` if its mask has only bounds."""
+        own = tensors[SLOTS.index(cls._fields[0]) : SLOTS.index(cls._fields[-1]) + 1]
+        if all(t is None for t in own):
+            return None
+        return cls(*(None if t is None else full_rank(slot, t) for slot, t in zip(cls._fields, own, strict=True)))
+
+
+class BlockTable(NamedTuple):
+    """The tiles that each tile of rows visits, as lists. A batch or head extent of 1 stands for all.
+
+    ``tiles[..., r, :]`` holds the free tiles of row tile ``r``, then its masked ones, then the rest, each in ascending order;
+    ``counts[..., r, :]`` says how many are free and how many masked.
+    """
+
+    counts: torch.Tensor  # int32 (batch or 1, heads or 1, row tiles, 2)
+    tiles: torch.Tensor  # int32 (batch or 1, heads or 1, row tiles, column tiles)
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """How many lists lie between two batches and between two heads (0: they share theirs), and the length of a list."""
+        batch, heads, rows, width = self.tiles.shape
+        return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0), width
+
+
+class Masked(NamedTuple):
+    """What a kernel reads of a mask that comes as tensors."""
+
+    tensors: MaskTensors
+    table: BlockTable
+
+
+Geometry = tuple[int, int, bool]  # block_m, block_n, transposed
+
+
+def made_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool) -> BlockTable:
+    """The table of a mask for these tile sizes, in PyTorch operations."""
+    return block_table(tile_kinds(problem, mask, block_m, block_n, transposed), transposed)
+
+
+def extents_of(mask: MaskTensors) -> tuple[int, int]:
+    """How many batches and heads have a table of their own."""
+    shapes = [_collapsed(t).shape for t in mask if t is not None]
+    return max(shape[0] for shape in shapes), max((shape[1] for shape in shapes if len(shape) > 2), default=1)
+
+
+def planned(
+    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], make: Callable[..., BlockTable] = made_table
+) -> Spec:
+    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
+    p = problem
+    parts, names, extents = [], [], ""
+    for block_m, block_n, transposed in sorted(set(geometries)):
+        table = make(p, mask, block_m, block_n, transposed)
+        parts += [table.counts.flatten(), table.tiles.flatten()]
+        names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
+        extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
+    if not parts:
+        return spec
+    layout = "/".join((f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}", extents, *names))
+    tensors = spec.tensors._replace(plan=torch.cat(parts))
+    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(mask))
+
+
+def versions_of(mask: MaskTensors) -> tuple[int, ...]:
+    """How often each tensor was changed in place (inference tensors do not count)."""
+    return tuple(-1 if t is None or t.is_inference() else t._version for t in mask)
+
+
+def check_fresh(spec: Spec) -> None:
+    """Raise InvalidInput if a tensor of the mask was changed in place since the spec's plan was made."""
+    mask = MaskTensors.of(spec.tensors) or MaskTensors()
+    now = versions_of(mask)
+    if now != spec.versions:
+        changed = [n for n, a, b in zip(mask._fields, spec.versions, now, strict=True) if a != b] if spec.versions else mask._fields
+        raise InvalidInput(
+            f"the plan of this spec is stale: {', '.join(changed)} changed in place since it was made. "
+            "Make a new one with tilewise.plan(q, k, spec)."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, tuple[int, tuple[int, int, int, int]]]:
+    """Where each table of a plan begins, and the shape of its ``tiles``."""
+    _, extents, *names = plan.split("/")
+    batch, heads = map(int, extents.split("x"))
+    places, at = {}, 0
+    for name in names:
+        block_m, block_n = map(int, name.rstrip("t").split("x"))
+        m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+        rows, width = (n_blocks, m_blocks) if name.endswith("t") else (m_blocks, n_blocks)
+        places[block_m, block_n, name.endswith("t")] = at, (batch, heads, rows, width)
+        at += batch * heads * rows * (2 + width)
+    return places
+
+
+def table_of(
+    problem: Problem,
+    tensors: Tensors,
+    block_m: int,
+    block_n: int,
+    transposed: bool = False,
+    make: Callable[..., BlockTable] = made_table,
+) -> BlockTable | None:
+    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask."""
+    mask = MaskTensors.of(tensors)
+    if mask is None:
+        return None
+    packed, found = tensors.plan, None
+    if packed is not None:
+        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get((block_m, block_n, transposed))
+    if packed is None or found is None:
+        return make(problem, mask, block_m, block_n, transposed)
+    at, shape = found
+    lists = shape[0] * shape[1] * shape[2]
+    counts = packed[at : at + 2 * lists].view(*shape[:3], 2)
+    return BlockTable(counts, packed[at + 2 * lists :][: lists * shape[3]].view(shape))
+
+
+def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool = False) -> torch.Tensor:
+    """An int8 tensor (batch or 1, heads or 1, m_blocks, n_blocks) of EMPTY, MASKED or FREE, on the device of the mask's tensors.
+
+    ``transposed``: the tiles are for a kernel that holds keys and streams queries. It needs the mask where a tile of queries, not
+    of keys, reaches past the end.
+    """
+    p = problem
+    device = next(t.device for t in mask if t is not None)
+    upper, lower, has_upper, has_lower = p.bounds
+    kinds = _bound_kinds(
+        p.seqlen_q, p.seqlen_k, p.q_start, upper if has_upper else None, lower if has_lower else None,
+        block_m, block_n, transposed, device,
+    )  # fmt: skip
+    if mask.segment_q is not None and mask.segment_k is not None:
+        kinds = torch.minimum(kinds, _segment_kinds(mask.segment_q, mask.segment_k, block_m, block_n))
+    if mask.row_start is not None and mask.row_end is not None:
+        kinds = torch.minimum(kinds, _row_kinds(mask.row_start, mask.row_end, p.seqlen_k, block_m, block_n))
+    if mask.dense is not None:
+        kinds = torch.minimum(kinds, _dense_kinds(mask.dense, block_m, block_n))
+    return kinds
+
+
+def block_table(kinds: torch.Tensor, transposed: bool = False) -> BlockTable:
+    """The lists of column tiles of each row tile; ``transposed``: those of row tiles of each column tile."""
+    if transposed:
+        kinds = kinds.transpose(-1, -2).contiguous()
+    free, masked = (kinds == FREE).sum(-1, dtype=torch.int32), (kinds == MASKED).sum(-1, dtype=torch.int32)
+    order = kinds.argsort(dim=-1, descending=True, stable=True)
+    return BlockTable(torch.stack((free, masked), -1), order.to(torch.int32))
+
+
+def kinds_in(table: BlockTable) -> torch.Tensor:
+    """The kinds that a table was made of, (batch or 1, heads or 1, row tiles, column tiles)."""
+    place = torch.arange(table.tiles.shape[-1], device=table.tiles.device)
+    free, masked = (n[..., None] for n in table.counts.unbind(-1))
+    kind = (place < free + masked).to(torch.int8) + (place < free).to(torch.int8)
+    return torch.empty_like(kind).scatter_(-1, table.tiles.long(), kind)
+
+
+@functools.lru_cache(maxsize=32)
+def _bound_kinds(
+    seqlen_q: int,
+    seqlen_k: int,
+    q_start: int,
+    upper: int | None,
+    lower: int | None,
+    block_m: int,
+    block_n: int,
+    transposed: bool,
+    device: torch.device,
+) -> torch.Tensor:
+    """The kinds of tiles that bounds and ends alone make, (1, 1, m_blocks, n_blocks): what ``TilePlan`` says."""
+    first_q = torch.arange(0, seqlen_q, block_m, device=device)[:, None]
+    first_k = torch.arange(0, seqlen_k, block_n, device=device)[None, :]
+    end_q, end_k = first_q + block_m, first_k + block_n
+    whole = end_q <= seqlen_q if transposed else end_k <= seqlen_k
+    last_q, last_k = end_q.clamp(max=seqlen_q) - 1 + q_start, end_k.clamp(max=seqlen_k) - 1
+    seen, free = bound_tile(first_q + q_start, last_q, first_k, last_k, upper, lower, upper is not None, lower is not None)
+    seen = seen.expand(first_q.shape[0], first_k.shape[1])
+    return _kinds(seen, free & seen & whole)[None, None]
+
+
+def _kinds(seen: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+    """Kinds out of "some pair may be seen" and "all pairs are seen"; the second implies the first."""
+    return seen.to(torch.int8) + free.to(torch.int8)
+
+
+def _collapsed(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor with extent 1 where its stride is 0: nothing that is broadcast is read twice."""
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0 and t.shape[dim] > 1:
+            t = t.narrow(dim, 0, 1)
+    return t
+
+
+def _by_tile(t: torch.Tensor, dim: int, block: int, reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """``t`` with every ``block`` elements along ``dim`` (from the left) reduced to one. The last tile may be smaller."""
+    whole, rest = divmod(t.shape[dim], block)
+    parts = []
+    if whole:
+        parts.append(reduce(t.narrow(dim, 0, whole * block).unflatten(dim, (whole, block)), dim + 1))
+    if rest:
+        parts.append(reduce(t.narrow(dim, whole * block, rest), dim).unsqueeze(dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _least(t: torch.Tensor, dim: int) -> torch.Tensor:
+    return t.amin(dim)
+
+
+def _largest(t: torch.Tensor, dim: int) -> torch.Tensor:
+    return t.amax(dim)
+
+
+def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
+    """By the least and the largest id of a tile: apart, one and the same, or perhaps something in common."""
+    segment_q, segment_k = _collapsed(segment_q), _collapsed(segment_k)
+    q_lo, q_hi = (_by_tile(segment_q, 1, block_m, f)[:, None, :, None] for f in (_least, _largest))
+    k_lo, k_hi = (_by_tile(segment_k, 1, block_n, f)[:, None, None, :] for f in (_least, _largest))
+    return _kinds(*segment_tile(q_lo, q_hi, k_lo, k_hi))
+
+
+def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
+    """By the union and the intersection of the intervals of a tile's queries."""
+    row_start, row_end = _collapsed(row_start), _collapsed(row_end)
+    start_lo, start_hi = (_by_tile(row_start, 2, block_m, f)[..., None] for f in (_least, _largest))
+    end_lo, end_hi = (_by_tile(row_end, 2, block_m, f)[..., None] for f in (_least, _largest))
+    first = torch.arange(0, seqlen_k, block_n, device=row_start.device)
+    end = (first + block_n).clamp(max=seqlen_k)
+    return _kinds(*row_tile(first, end, start_lo, start_hi, end_lo, end_hi))
+
+
+def _dense_kinds(dense: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
+    """By "any" and "all" over the elements of each tile, keys first, so that what is left for queries is small."""
+    dense = _collapsed(dense)
+
+    def over(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        return _by_tile(_by_tile(dense, 3, block_n, reduce), 2, block_m, reduce)
+
+    return _kinds(over(torch.any), over(torch.all))

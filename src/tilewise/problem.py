@@ -10,12 +10,15 @@ import torch
 
 from .arch import ARCHS, OTHER_KINDS, Arch, Runtime, arch_named, arch_of, runtime
 from .errors import InvalidInput
-from .spec import Spec
+from .operands import Operand, default_operand, describe, parse_operand
+from .spec import SLOTS, Spec, Tensors
 
-__all__ = ["DTYPES", "PRECISIONS", "Problem", "grad_letters"]
+__all__ = ["DTYPES", "GRADIENTS", "PRECISIONS", "Problem", "grad_letters"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32")
+# What may need a gradient, by its letter.
+GRADIENTS = {"q": "q", "k": "k", "v": "v", "b": "bias", "a": "slopes", "s": "sink"}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_LEN = 2**30
 _MAX_SCALE = sys.float_info.max
@@ -26,9 +29,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def grad_letters(q: bool, k: bool, v: bool) -> str:
-    """Which of q, k and v need a gradient, as letters: ``"qkv"``, ``"kv"``, ``""``."""
-    return ("q" if q else "") + ("k" if k else "") + ("v" if v else "")
+def grad_letters(*needs: bool) -> str:
+    """Which of q, k, v, bias, slopes and sink (in this order, as far as given) need a gradient, as letters: ``"kvb"``."""
+    return "".join(letter for letter, need in zip(GRADIENTS, needs, strict=False) if need)
+
+
+def keeps_rows(spec: Spec, grad: str) -> bool:
+    """Does the backward pass need more of a row than lse, which cannot tell one huge negative score from several of them?"""
+    return "bias" in spec.steps and bool(grad)
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -66,6 +74,7 @@ class Problem:
     bulk: bool = True
     arch: Arch = ARCHS["cpu"]
     runtime: Runtime = Runtime(None)
+    operands: tuple[Operand, ...] = ()
 
     def __hash__(self) -> int:
         """Of all fields, worked out once: a problem is looked up in several tables during every call."""
@@ -104,10 +113,19 @@ class Problem:
         has_lower = lower is not None and last - lower > 0
         return (upper if has_upper else 0) or 0, (lower if has_lower else 0) or 0, has_upper, has_lower
 
+    def operand(self, slot: str) -> Operand | None:
+        """The description of the tensor in this slot; ``None`` if the spec does not name it."""
+        return next((o for o in self.operands if o.slot == slot), None)
+
+    @property
+    def keeps_rows(self) -> bool:
+        return keeps_rows(self.spec, self.grad)
+
     @property
     def key(self) -> Problem:
         """The part of the problem on which the choice of a backend depends (lengths and scale do not matter to it)."""
-        return dataclasses.replace(self, batch=1, seqlen_q=1, seqlen_k=1, sm_scale=1.0)
+        spec = dataclasses.replace(self.spec, plan="") if self.spec.plan else self.spec
+        return dataclasses.replace(self, spec=spec, batch=1, seqlen_q=1, seqlen_k=1, sm_scale=1.0)
 
     @property
     def is_empty(self) -> bool:
@@ -125,8 +143,12 @@ class Problem:
         precision: str | None = None,
         grad: str = "",
         also: tuple[torch.Tensor, ...] = (),
+        tensors: Tensors | None = None,
     ) -> Problem:
-        """Validate one call and describe it. ``also``: further tensors that the kernels will read (for alignment).
+        """Validate one call and describe it.
+
+        ``also``: further tensors that the kernels will read (for alignment). ``tensors``: those that the spec names (default: those
+        that it holds).
 
         Raises:
             InvalidInput: the call has no meaning; the message names the argument, what came, what is expected.
@@ -135,7 +157,7 @@ class Problem:
         dtype = dtype_name(q.dtype)
         check_precision(precision, dtype)
         return cls(
-            spec=spec,
+            spec=spec.form,
             dtype=dtype,
             batch=q.shape[0],
             heads_q=q.shape[1],
@@ -150,6 +172,7 @@ class Problem:
             bulk=all(bulk_copyable(t) for t in (q, k, v, *also)),
             arch=arch_of(q.device),
             runtime=runtime(),
+            operands=describe(spec, spec.tensors if tensors is None else tensors, q, k),
         )
 
     def __str__(self) -> str:
@@ -160,6 +183,7 @@ class Problem:
             f"seqlen={self.seqlen_q}x{self.seqlen_k}",
             f"head_dim={self.head_dim}/{self.head_dim_v}",
             f"mask={self.spec}",
+            *map(str, self.operands),
             f"sm_scale={self.sm_scale!r}",
             f"arch={self.arch.name}",
         ]
@@ -177,6 +201,7 @@ class Problem:
 
         Words: ``dtype=bfloat16 batch=1 heads=32/8 seqlen=4096x4096 head_dim=128/128 mask=causal sm_scale=0.08
         precision=tf32 grad=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both sides.
+        A tensor that the mask names may be described: ``mask=causal,bias bias=float32:1hqk``.
         """
         words: dict[str, str] = {}
         for word in text.split():
@@ -186,7 +211,7 @@ class Problem:
             if name in words:
                 raise InvalidInput(f"problem {text!r}: {name!r} is given twice.")
             words[name] = value
-        known = {"dtype", "batch", "heads", "seqlen", "head_dim", "mask", "sm_scale", "precision", "grad", "layout", "arch"}
+        known = {"dtype", "batch", "heads", "seqlen", "head_dim", "mask", "sm_scale", "precision", "grad", "layout", "arch", *SLOTS}
         unknown = sorted(set(words) - known)
         if unknown:
             raise InvalidInput(f"problem {text!r}: unknown word {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
@@ -208,8 +233,8 @@ class Problem:
         check_head_dims(head_dim, head_dim_v, f"head_dim={head_dim}/{head_dim_v}")
         check_lengths(seqlen_q, seqlen_k, f"seqlen={seqlen_q}x{seqlen_k}")
         grad = words.get("grad", "")
-        if set(grad) - set("qkv"):
-            raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of 'qkv'.")
+        if set(grad) - set(GRADIENTS):
+            raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of '{''.join(GRADIENTS)}'.")
         if words.get("layout", "bulk") not in ("bulk", "strided"):
             raise InvalidInput(f"problem {text!r}: layout is {words['layout']!r}, expected 'bulk' or 'strided'.")
         if "arch" in words and (arch is None or arch.name != words["arch"]):
@@ -223,8 +248,14 @@ class Problem:
             scale = float(words["sm_scale"]) if "sm_scale" in words else None
         except ValueError:
             raise InvalidInput(f"problem {text!r}: sm_scale is {words['sm_scale']!r}, expected a number.") from None
+        spec = Spec.parse(words.get("mask", "full"))
+        stray = [slot for slot in SLOTS if slot in words and slot not in spec.slots]
+        if stray:
+            raise InvalidInput(f"problem {text!r}: {stray[0]!r} is described, but the mask {spec} does not name it.")
+        named = (slot for slot in SLOTS if slot in spec.slots and slot != "plan")
+        operands = (parse_operand(slot, words[slot]) if slot in words else default_operand(slot) for slot in named)
         return cls(
-            spec=Spec.parse(words.get("mask", "full")),
+            spec=spec,
             dtype=dtype,
             batch=int(batch),
             heads_q=heads_q,
@@ -235,10 +266,11 @@ class Problem:
             head_dim_v=head_dim_v,
             sm_scale=check_scale(scale, head_dim),
             precision=precision or "ieee",
-            grad=grad_letters(*(letter in grad for letter in "qkv")),
+            grad=grad_letters(*(letter in grad for letter in GRADIENTS)),
             bulk=words.get("layout", "bulk") == "bulk",
             arch=arch,
             runtime=software or runtime(),
+            operands=tuple(operands),
         )
 
 
@@ -296,17 +328,22 @@ def check_scale(sm_scale: float | None, head_dim: int) -> float:
 def check_kinds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise InvalidInput unless q, k and v are dense tensors: what must be known before the dispatcher sees them."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor):
-            raise InvalidInput(f"{name} must be a torch.Tensor of shape {_LAYOUT}, got {type(t).__name__}.")
-        if t.is_nested:
-            raise InvalidInput(
-                f"{name} is a nested tensor, expected a dense one of shape {_LAYOUT}: call {name}.to_padded_tensor(0.0), "
-                "or attend to its parts one by one."
-            )
-        if t.layout != torch.strided:
-            raise InvalidInput(f"{name} has layout {t.layout}, expected a dense (strided) tensor: call {name}.to_dense().")
+        check_kind(name, t, f"of shape {_LAYOUT}")
         if t.is_quantized:
             raise InvalidInput(f"{name} is quantized ({t.dtype}), expected one of {', '.join(DTYPES)}: call {name}.dequantize().")
+
+
+def check_kind(name: str, t: object, what: str) -> None:
+    """Raise InvalidInput unless ``t`` is a dense tensor."""
+    if not isinstance(t, torch.Tensor):
+        raise InvalidInput(f"{name} must be a torch.Tensor {what}, got {type(t).__name__}.")
+    if t.is_nested:
+        raise InvalidInput(
+            f"{name} is a nested tensor, expected a dense one {what}: call {name}.to_padded_tensor(0.0), "
+            "or attend to its parts one by one."
+        )
+    if t.layout != torch.strided:
+        raise InvalidInput(f"{name} has layout {t.layout}, expected a dense (strided) tensor: call {name}.to_dense().")
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

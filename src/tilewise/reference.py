@@ -1,27 +1,82 @@
 """The oracle: the dense formula in float64, differentiable by autograd. Slow, quadratic, and right.
 
-``s = sm_scale q k^T``, masked with -inf where ``allowed`` says no; ``lse = logsumexp(s)``; ``o = exp(s - lse) v``.
+``s = sm_scale q k^T``, changed by the score steps in their order, masked with -inf where ``allowed`` says no, the sink as one more
+column; ``lse = logsumexp(s)``; ``o = softmax(s) v``.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from .bodies import allowed
+from .bodies import alibi, allowed, in_row, same_segment, softcap_slope
+from .operands import describe, full_rank
 from .problem import Problem
-from .spec import Spec
+from .spec import NO_TENSORS, Spec, Tensors
 
-__all__ = ["mask_of", "reference"]
+__all__ = ["distance_of", "mask_of", "reference", "scored", "softmax_of"]
 
 
-def mask_of(spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The boolean mask (seqlen_q, seqlen_k) of a spec: True where the query sees the key."""
+def mask_of(
+    spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu", tensors: Tensors | None = None
+) -> torch.Tensor:
+    """The boolean mask of a spec (with its own tensors by default): True where the query sees the key.
+
+    (seqlen_q, seqlen_k), or (batch or 1, heads_q or 1, seqlen_q, seqlen_k) where terms of the spec are tensors.
+    """
     q_pos = torch.arange(seqlen_q, device=device)[:, None] + spec.q_start(seqlen_q, seqlen_k)
     kv_pos = torch.arange(seqlen_k, device=device)[None, :]
     ok = allowed(
         q_pos, kv_pos, seqlen_k, spec.upper, spec.lower, spec.upper is not None, spec.lower is not None
     )
-    return ok.expand(seqlen_q, seqlen_k)
+    t = spec.tensors if tensors is None else tensors
+    if spec.segment:
+        q_ids, k_ids = full_rank("segment_q", t.segment_q), full_rank("segment_k", t.segment_k)
+        ok = ok & same_segment(q_ids[:, None, :, None], k_ids[:, None, None, :])
+    if spec.row:
+        start, end = full_rank("row_start", t.row_start), full_rank("row_end", t.row_end)
+        ok = ok & in_row(kv_pos, start[..., None], end[..., None])
+    if spec.dense:
+        ok = ok & full_rank("dense", t.dense)
+    return ok.expand(*ok.shape[:-2], seqlen_q, seqlen_k)
+
+
+def distance_of(spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """How many positions lie between each query and each key (seqlen_q, seqlen_k)."""
+    q_pos = torch.arange(seqlen_q, device=device)[:, None] + spec.q_start(seqlen_q, seqlen_k)
+    return (q_pos - torch.arange(seqlen_k, device=device)).abs()
+
+
+def scored(s: torch.Tensor, spec: Spec, tensors: Tensors) -> torch.Tensor:
+    """The scores (batch, heads, seqlen_q, seqlen_k) after the spec's steps, in the dtype of ``s``."""
+    for step in spec.steps:
+        if step == "softcap":
+            cap = spec.softcap or 0.0
+            s = cap * torch.tanh(s / cap)
+        elif step == "alibi":
+            slopes = full_rank("slopes", tensors.slopes)[..., None, None].to(s.dtype)
+            s = alibi(s, slopes, distance_of(spec, s.shape[2], s.shape[3], s.device))
+        else:
+            s = s + full_rank("bias", tensors.bias).to(s.dtype)
+    return s
+
+
+def softmax_of(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(p, lse)`` of masked scores: ``sink`` (batch or 1, heads or 1) is one more logit. A row without any has 0 and -inf."""
+    keys = s.shape[-1]
+    if sink is not None:
+        s = torch.cat([s, sink[..., None, None].to(s.dtype).expand(*s.shape[:-1], 1)], dim=-1)
+    if s.shape[-1] == 0:
+        return s, s.new_full(s.shape[:-1], float("-inf")) + s.sum(-1)
+    empty = (s == float("-inf")).all(-1)
+    # An empty row would be 0 / 0: give it harmless scores, and take its result and its gradient away again.
+    s = s.masked_fill(empty[..., None], 0.0)
+    p = torch.softmax(s, dim=-1).masked_fill(empty[..., None], 0.0)
+    # Not torch.logsumexp, whose derivative exp(s - lse) is 1 for each of several equal scores near the lowest value.
+    top = s.amax(-1, keepdim=True).detach()
+    lse = top[..., 0] + torch.log(torch.exp(s - top).sum(-1))
+    return p[..., :keys], lse.masked_fill(empty, float("-inf"))
 
 
 def reference(
@@ -33,36 +88,44 @@ def reference(
         q: (batch, heads_q, seqlen_q, head_dim), any float dtype; widened to float64 and never rounded back.
         k: (batch, heads_kv, seqlen_k, head_dim).
         v: (batch, heads_kv, seqlen_k, head_dim_v).
-        spec: the mask; ``None`` is full attention.
+        spec: mask, score steps and sinks; ``None`` is full attention.
         sm_scale: default ``head_dim ** -0.5``.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q), both float64. A row that sees no key
-        has ``o = 0``, ``lse = -inf`` and zero gradients.
+        has ``o = 0``, ``lse = -inf`` (or the sink) and zero gradients.
     """
     spec = spec or Spec()
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    describe(spec, spec.tensors, q, k)
+    return _reference(q, k, v, spec, spec.tensors, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+
+
+def _reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, tensors: Tensors, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     q64, k64, v64 = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     if group != 1:
         k64, v64 = (t.repeat_interleave(group, dim=1) for t in (k64, v64))
-    s = (q64 @ k64.transpose(-1, -2)) * scale
-    ok = mask_of(spec, q.shape[2], k.shape[2], q.device)
-    s = s.masked_fill(~ok, float("-inf"))
-    empty = ~ok.any(dim=-1)
-    # An empty row would be 0 / 0: give it harmless scores, and take its result and its gradient away again.
-    s = s.masked_fill(empty[:, None], 0.0)
-    if k.shape[2] == 0:
-        lse = s.new_full(s.shape[:-1], float("-inf")) + q64.sum(-1) * 0
-        return (s @ v64), lse
-    lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - lse[..., None]).masked_fill(empty[:, None], 0.0)
-    return p @ v64, lse.masked_fill(empty, float("-inf"))
+    s = scored((q64 @ k64.transpose(-1, -2)) * scale, spec, tensors)
+    ok = mask_of(spec, q.shape[2], k.shape[2], q.device, tensors)
+    sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
+    p, lse = softmax_of(s.masked_fill(~ok, float("-inf")), sink)
+    return p @ v64, lse
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill ``o`` and ``lse`` (backend interface)."""
-    o64, lse64 = reference(q, k, v, problem.spec, problem.sm_scale)
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Fill ``o`` and ``lse`` (backend interface). ``rows`` stays as it is: the backward pass begins anew."""
+    o64, lse64 = _reference(q, k, v, problem.spec, tensors, problem.sm_scale)
     o.copy_(o64)
     lse.copy_(lse64)
 
@@ -79,27 +142,43 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
-    """Fill the gradients that are not None (backend interface)."""
+    """Fill the gradients that are not None (backend interface), by the formulas: autograd does not record inside an operator."""
     p = problem
     q64, k64, v64, do64 = (t.double() for t in (q, k, v, do))
     k64, v64 = (t.repeat_interleave(p.group, dim=1) for t in (k64, v64))
-    o64, lse64 = reference(q, k, v, p.spec, p.sm_scale)
-    ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)
-    # A row with lse = -inf has no True in its mask; its pivot only has to be finite.
-    pivot = lse64.masked_fill(lse64 == float("-inf"), 0.0)[..., None]
-    probs = torch.exp((q64 @ k64.transpose(-1, -2) * p.sm_scale - pivot).masked_fill(~ok, float("-inf")))
-    delta = (do64 * o64).sum(-1)
+    # The scores before the first step and after each.
+    chain = [q64 @ k64.transpose(-1, -2) * p.sm_scale]
+    for step in p.spec.score:
+        chain.append(scored(chain[-1], dataclasses.replace(p.spec, score=(step,)), tensors))
+    ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device, tensors)
+    sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
+    probs, lse64 = softmax_of(chain[-1].masked_fill(~ok, float("-inf")), sink)
+    delta = (do64 * (probs @ v64)).sum(-1)
     if dlse is not None:
-        delta = delta - dlse.double()
-    ds = probs * (do64 @ v64.transpose(-1, -2) - delta[..., None]) * p.sm_scale
+        delta = delta - dlse.double().masked_fill(lse64 == float("-inf"), 0.0)
+    ds = probs * (do64 @ v64.transpose(-1, -2) - delta[..., None])
+    if sink is not None and grads.sink is not None:
+        weight = torch.exp(sink.double()[..., None] - lse64.masked_fill(lse64 == float("-inf"), 0.0))
+        grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))
+    for step, after in zip(reversed(p.spec.steps), reversed(chain), strict=False):
+        if step == "softcap":
+            ds = ds * softcap_slope(after / (p.spec.softcap or 1.0))
+        elif step == "alibi" and grads.slopes is not None:
+            by_distance = (ds * distance_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)).sum((-1, -2))
+            grads.slopes.copy_(-by_distance.sum_to_size(grads.slopes.shape))
+        elif step == "bias" and grads.bias is not None:
+            grads.bias.copy_(ds.sum_to_size(grads.bias.shape))
 
     def grouped(t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(1, (p.heads_kv, p.group)).sum(2)
 
     if dq is not None:
-        dq.copy_(ds @ k64)
+        dq.copy_(p.sm_scale * (ds @ k64))
     if dk is not None:
-        dk.copy_(grouped(ds.transpose(-1, -2) @ q64))
+        dk.copy_(p.sm_scale * grouped(ds.transpose(-1, -2) @ q64))
     if dv is not None:
         dv.copy_(grouped(probs.transpose(-1, -2) @ do64))

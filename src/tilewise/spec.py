@@ -1,29 +1,69 @@
-"""``Spec``: what is computed, as a value. It knows positions and bounds; never shapes, dtypes, devices or tile sizes.
+"""``Spec``: what is computed, as a value. It knows positions, bounds and names; never shapes, dtypes, devices or tile sizes.
 
 A mask is a conjunction of terms, and bounds combine by ``min`` and ``max``, so the canonical mask has at most one of each:
 
-======== ============================= ===========================
-field    meaning in positions          built by
-======== ============================= ===========================
-upper    ``kv_pos <= q_pos + upper``   ``causal()``, ``window(right=...)``
-lower    ``kv_pos >= q_pos - lower``   ``window(left=...)``
-======== ============================= ===========================
+======== ================================== ===========================
+field    meaning in positions               built by
+======== ================================== ===========================
+upper    ``kv_pos <= q_pos + upper``        ``causal()``, ``window(right=...)``
+lower    ``kv_pos >= q_pos - lower``        ``window(left=...)``
+segment  ``segment_q == segment_k``         ``segments(...)``
+row      ``row_start <= kv_pos < row_end``  ``row_intervals(...)``
+dense    the element itself                 ``dense(...)``
+======== ================================== ===========================
+
+Before the mask, an ordered tuple of steps changes the scores (``score``); ``sink`` adds to the softmax's denominator and
+``dropout`` drops weights after it (``terms.py`` builds all of these).
 
 Key ``j`` has position ``j``; query ``i`` has position ``i + seqlen_k - seqlen_q`` (``align="bottom_right"``) or ``i``
-(``align="top_left"``). A spec has one canonical string, and ``Spec.parse(str(spec)) == spec``.
+(``align="top_left"``). A spec has one canonical string, which names the tensors that it needs but does not hold them:
+``Spec.parse(str(spec)) == spec.form``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from .errors import InvalidInput
 
-__all__ = ["ALIGNMENTS", "Spec", "causal", "full", "spec_of", "window"]
+__all__ = ["ALIGNMENTS", "NO_TENSORS", "SLOTS", "STEPS", "TERMS", "Spec", "Tensors", "causal", "full", "spec_of", "window"]
 
 ALIGNMENTS = ("bottom_right", "top_left")
+STEPS = ("softcap", "alibi", "bias")  # what a score step can be
+TERMS = (*STEPS, "sink", "segment", "row", "dense", "dropout")  # all that a backend may lack
+_FLAGS = ("sink", "segment", "row", "dense")
+
+
+class Tensors(NamedTuple):
+    """The tensors that a spec may name, in the order in which they cross the operators; ``None``: not named."""
+
+    bias: Any = None
+    slopes: Any = None
+    sink: Any = None
+    segment_q: Any = None
+    segment_k: Any = None
+    row_start: Any = None
+    row_end: Any = None
+    dense: Any = None
+    seed: Any = None
+    plan: Any = None
+
+
+NO_TENSORS = Tensors()
+SLOTS = Tensors._fields
+_SLOTS_OF = {
+    "alibi": ("slopes",),
+    "bias": ("bias",),
+    "sink": ("sink",),
+    "segment": ("segment_q", "segment_k"),
+    "row": ("row_start", "row_end"),
+    "dense": ("dense",),
+    "dropout": ("seed",),
+}
 
 
 def _bound(name: str, value: object) -> int | None:
@@ -36,61 +76,183 @@ def _bound(name: str, value: object) -> int | None:
     return value
 
 
-@dataclass(frozen=True)
+_ADVICE = {
+    "softcap": "Two caps in a row have no single one that equals them.",
+    "alibi": "Add the slopes and give one tensor.",
+    "bias": "Add the biases and give one tensor.",
+    "sink": "Give one logit a head: torch.logaddexp(first, second).",
+    "segment": "Number the pairs of ids and give one tensor a side.",
+    "row": "Give one pair of tensors: the maximum of the starts and the minimum of the ends.",
+    "dense": "Give one tensor: first & second.",
+    "dropout": "Give one probability: 1 - (1 - first) * (1 - second).",
+}
+
+
+def _number(text: str, name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise InvalidInput(f"mask {text!r}: {name} needs a number, got {value!r}.") from None
+    return CHECKS[name](number)
+
+
+def check_cap(cap: object) -> float:
+    """The cap as a float. Raises InvalidInput unless it is a finite number above 0."""
+    if isinstance(cap, bool) or not isinstance(cap, int | float):
+        raise InvalidInput(f"softcap's cap must be a number, got {cap!r} of type {type(cap).__name__}.")
+    if not 0.0 < cap < float("inf"):
+        raise InvalidInput(f"softcap's cap is {cap}, expected a finite number above 0 (no softcap at all is 'no cap').")
+    return float(cap)
+
+
+def check_dropout(p: object) -> float:
+    """The probability as a float. Raises InvalidInput unless ``0 <= p < 1``."""
+    if isinstance(p, bool) or not isinstance(p, int | float):
+        raise InvalidInput(f"dropout's p must be a number, got {p!r} of type {type(p).__name__}.")
+    if not 0.0 <= p < 1.0:
+        raise InvalidInput(f"dropout's p is {p}, expected at least 0 and below 1 (1 would drop every weight).")
+    return float(p)
+
+
+CHECKS = {"softcap": check_cap, "dropout": check_dropout}
+
+
+@dataclass(frozen=True, eq=False)
 class Spec:
-    """The mask of one attention, in canonical form. Combine specs with ``&``: a key is seen if every part lets it through.
+    """What one attention computes, in canonical form. Combine specs with ``&``.
+
+    A key is seen if every part lets it through; score steps apply in the order in which they are combined.
 
     Args:
         upper: int or None: a key is seen only if ``kv_pos <= q_pos + upper``. ``None``: no such bound. Default ``None``.
         lower: int or None: a key is seen only if ``kv_pos >= q_pos - lower``. ``None``: no such bound. Default ``None``.
         align: ``"bottom_right"`` (the last query sits on the last key; the default) or ``"top_left"`` (the first query sits
-            on the first key). It has no meaning without a bound, and is then always ``"bottom_right"``.
+            on the first key). It has no meaning where no bound and no ALiBi uses positions, and is then always
+            ``"bottom_right"``.
+        score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"`` and ``"bias"``, at most one of each.
+        sink, segment, row, dense: does the spec have this term?
+        dropout: the probability with which a weight is dropped, as ``"0.1"``; ``""`` for none.
+        plan: which tables of tiles ``tilewise.plan`` made for the mask's tensors, and for which call; ``""`` for none. It changes
+            no result. A spec that is combined with another loses it.
+        tensors: the tensors that the terms name, by reference. Two specs are equal if they hold the very same tensors.
 
     Raises:
-        InvalidInput: a bound that is no int, or an unknown alignment.
+        InvalidInput: a bound that is no int, an unknown alignment, or terms that cannot be combined.
     """
 
     upper: int | None = None
     lower: int | None = None
     align: str = "bottom_right"
+    score: tuple[str, ...] = ()
+    sink: bool = False
+    segment: bool = False
+    row: bool = False
+    dense: bool = False
+    dropout: str = ""
+    tensors: Tensors = dataclasses.field(default=NO_TENSORS, repr=False)
+    plan: str = ""
+    versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _bound("upper", self.upper)
         _bound("lower", self.lower)
         if self.align not in ALIGNMENTS:
             raise InvalidInput(f"align is {self.align!r}, expected one of {', '.join(map(repr, ALIGNMENTS))}.")
-        if self.upper is None and self.lower is None:
+        if not self.has_positions:
             object.__setattr__(self, "align", "bottom_right")
+
+    def _value(self) -> tuple[object, ...]:
+        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan)
+        return (self.upper, self.lower, self.align, self.score, *terms, *(None if t is None else id(t) for t in self.tensors))
+
+    def __eq__(self, other: object) -> bool:
+        return self._value() == other._value() if isinstance(other, Spec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    @property
+    def has_positions(self) -> bool:
+        """Does any term depend on the position of a query, and so on the alignment?"""
+        return self.upper is not None or self.lower is not None or "alibi" in self.score
+
+    @property
+    def form(self) -> Spec:
+        """The spec without its tensors: what its string says."""
+        return dataclasses.replace(self, tensors=NO_TENSORS, versions=())
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the softcap step; ``None`` without one."""
+        return next((float(step[8:]) for step in self.score if step.startswith("softcap:")), None)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The names of the score steps, in their order."""
+        return tuple(step.partition(":")[0] for step in self.score)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names (out of ``TERMS``) of everything besides bounds."""
+        flags = tuple(name for name in _FLAGS if getattr(self, name))
+        return (*self.steps, *flags, *(("dropout",) if self.dropout else ()))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names (out of ``SLOTS``) of the tensors that the terms need."""
+        named = tuple(slot for term in self.terms for slot in _SLOTS_OF.get(term, ()))
+        return (*named, "plan") if self.plan else named
 
     def __and__(self, other: Spec) -> Spec:
         if not isinstance(other, Spec):
             return NotImplemented
-        bounded = [s for s in (self, other) if s.upper is not None or s.lower is not None]
-        if len({s.align for s in bounded}) > 1:
+        placed = [s for s in (self, other) if s.has_positions]
+        if len({s.align for s in placed}) > 1:
             raise InvalidInput(
                 f"cannot combine a mask aligned {self.align!r} with one aligned {other.align!r}: "
                 "their positions differ. Build both with the same align."
             )
+        twice = [name for name in self.terms if name in other.terms]
+        if twice:
+            raise InvalidInput(f"cannot combine two specs that both have {twice[0]}: a spec has at most one. {_ADVICE[twice[0]]}")
         least = [b for b in (self.upper, other.upper) if b is not None]
         widest = [b for b in (self.lower, other.lower) if b is not None]
-        return Spec(min(least, default=None), min(widest, default=None), bounded[0].align if bounded else "bottom_right")
+        return Spec(
+            min(least, default=None),
+            min(widest, default=None),
+            placed[0].align if placed else "bottom_right",
+            (*self.score, *other.score),
+            self.sink or other.sink,
+            self.segment or other.segment,
+            self.row or other.row,
+            self.dense or other.dense,
+            self.dropout or other.dropout,
+            Tensors(*(b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)))._replace(plan=None),
+        )
 
     def __str__(self) -> str:
         # index() makes a plain int of a size that torch.compile traces as a symbol.
         bounds = (("upper", self.upper), ("lower", self.lower))
         parts = [f"{name}:{operator.index(value)}" for name, value in bounds if value is not None]
-        if not parts:
-            return "full"
-        return ",".join([*parts, f"align:{self.align}"])
+        if self.has_positions:
+            parts.append(f"align:{self.align}")
+        parts += self.score
+        parts += [name for name in _FLAGS if getattr(self, name)]
+        if self.dropout:
+            parts.append(f"dropout:{self.dropout}")
+        if self.plan:
+            parts.append(f"plan:{self.plan}")
+        return ",".join(parts) if parts else "full"
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Spec:
-        """The spec that ``str`` made this text from. Also reads ``causal`` (for ``upper:0``)."""
-        fields: dict[str, object] = {}
+        """The spec that ``str`` made this text from, without tensors. Also reads ``causal`` (for ``upper:0``)."""
+        fields: dict[str, Any] = {}
+        score: list[str] = []
         for part in text.split(","):
             name, _, value = part.strip().partition(":")
-            if name in fields:
+            if name in fields or any(step.partition(":")[0] == name for step in score):
                 raise InvalidInput(f"mask {text!r} names {name!r} twice.")
             if name == "full" and not value:
                 continue
@@ -101,14 +263,23 @@ class Spec:
                     fields[name] = int(value)
                 except ValueError:
                     raise InvalidInput(f"mask {text!r}: {name} needs an int, got {value!r}.") from None
-            elif name == "align":
-                fields["align"] = value
+            elif name in ("align", "plan"):
+                fields[name] = value
+            elif name == "softcap":
+                score.append(f"softcap:{_number(text, name, value)!r}")
+            elif name in STEPS and not value:
+                score.append(name)
+            elif name in _FLAGS and not value:
+                fields[name] = True
+            elif name == "dropout":
+                fields[name] = repr(_number(text, name, value))
             else:
                 raise InvalidInput(
                     f"mask {text!r}: unknown term {part.strip()!r}. "
-                    "Expected 'full', 'causal', or 'upper:INT', 'lower:INT' and 'align:NAME' joined by commas."
+                    "Expected 'full', 'causal', or 'upper:INT', 'lower:INT', 'align:NAME', 'softcap:NUMBER', 'alibi', 'bias', "
+                    "'sink', 'segment', 'row', 'dense' and 'dropout:NUMBER' joined by commas."
                 )
-        return Spec(**fields)  # type: ignore[arg-type]
+        return Spec(**fields, score=tuple(score))
 
     def q_start(self, seqlen_q: int, seqlen_k: int) -> int:
         """The position of query row 0, where key 0 has position 0."""

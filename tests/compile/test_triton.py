@@ -19,14 +19,18 @@ WINDOW_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=upper:100,lower:1000"
 CAUSAL_256 = "heads=4 seqlen=4000 head_dim=256 mask=causal"
 ODD = "heads=4 seqlen=1000 head_dim=72/40 dtype=float16"
 SINGLE_64 = "heads=4 seqlen=1000 head_dim=64 dtype=float32 mask=causal"
+DOCUMENTS_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,segment"
+DENSE_64 = "heads=4 seqlen=4096 head_dim=64 mask=row,dense"
+SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas"
+BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb"
 SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
 
 PROBLEMS = {
-    "sm_80": (CAUSAL_64, WINDOW_128, ODD),
-    "sm_90": (CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64),
-    "sm_100": (CAUSAL_64, WINDOW_128),
-    "sm_120": (CAUSAL_64, ODD),
-    "gfx942": (CAUSAL_64, WINDOW_128),
+    "sm_80": (CAUSAL_64, WINDOW_128, ODD, SCORES_128, BIAS_64),
+    "sm_90": (CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64, DOCUMENTS_128, DENSE_64, SCORES_128, BIAS_64),
+    "sm_100": (CAUSAL_64, WINDOW_128, SCORES_128, BIAS_64),
+    "sm_120": (CAUSAL_64, ODD, SCORES_128, BIAS_64),
+    "gfx942": (CAUSAL_64, WINDOW_128, DOCUMENTS_128, SCORES_128, BIAS_64),
 }
 
 # Bytes of spill that are known and accepted; every kernel that is not listed must have none.
@@ -42,8 +46,19 @@ SPILL = {
     ("sm_90", SINGLE_64, "dkdv"): 2816,
     ("sm_100", WINDOW_128, "dkdv"): 128,
     ("sm_120", CAUSAL_64, "dkdv"): 448,
+    ("gfx942", DOCUMENTS_128, "fwd"): 384,
+    ("gfx942", DOCUMENTS_128, "dkdv"): 128,
     ("sm_120", ODD, "dq"): 960,
     ("sm_120", ODD, "dkdv"): 1088,
+    ("sm_80", BIAS_64, "dbias"): 192,
+    ("sm_90", SCORES_128, "dkdv"): 512,
+    ("sm_100", BIAS_64, "fwd"): 64,
+    ("sm_120", SCORES_128, "dq"): 4480,  # 128 columns in 64 rows, and what a softcap and distances need besides
+    ("sm_120", SCORES_128, "dkdv"): 2688,
+    ("sm_120", BIAS_64, "dbias"): 192,
+    ("sm_120", BIAS_64, "dkdv"): 768,
+    ("gfx942", SCORES_128, "fwd"): 64,
+    ("gfx942", SCORES_128, "dkdv"): 1024,
     ("gfx942", CAUSAL_64, "fwd"): 64,
     ("gfx942", CAUSAL_64, "dq"): 64,
     ("gfx942", WINDOW_128, "fwd"): 192,
@@ -62,6 +77,19 @@ LOOP = {
     (CAUSAL_256, "dq"): 425,
     (CAUSAL_256, "dv"): 575,
     (CAUSAL_256, "dk"): 695,
+    (DOCUMENTS_128, "fwd"): 680,  # ids are compared in the masked loop
+    (DOCUMENTS_128, "dq"): 580,
+    (DOCUMENTS_128, "dkdv"): 710,
+    (SCORES_128, "fwd"): 1900,
+    (SCORES_128, "dq"): 1250,
+    (SCORES_128, "dkdv"): 1300,
+    (BIAS_64, "fwd"): 450,
+    (BIAS_64, "dq"): 420,
+    (BIAS_64, "dkdv"): 710,
+    (BIAS_64, "dbias"): 550,
+    (DENSE_64, "fwd"): 1040,  # dense tiles change their layout
+    (DENSE_64, "dq"): 810,
+    (DENSE_64, "dkdv"): 1010,
 }
 
 

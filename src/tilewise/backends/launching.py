@@ -23,7 +23,7 @@ import torch
 
 from ..arch import runtime
 
-__all__ = ["Launch", "Plan"]
+__all__ = ["Launch", "Plan", "broadcast_strides"]
 
 # Versions of Triton whose launch was read. Up to 3.6 the launcher is generated C code for each signature.
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -37,6 +37,11 @@ _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that broadcasts where its size is 1."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Plan:
         grid: the number of programs.
         blocks: for each of the first tensors, which are tiles, the block that its descriptor copies, or None: it goes as a pointer
             and its strides are passed. All of one sort.
-        numbers: the arguments after tensors and strides.
+        numbers: the arguments after tensors and strides: numbers, None, and tuples of these.
         options: constants and launch options by name.
         descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
         layout: whatever else ``descriptor`` depends on; part of the key.

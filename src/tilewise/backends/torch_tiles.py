@@ -18,10 +18,13 @@ from typing import NamedTuple
 import torch
 
 from ..bodies import allowed
-from ..plan import TilePlan
+from ..plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan
 from ..problem import Problem
+from ..spec import NO_TENSORS, Tensors
+from .tile_mask import TileMask
+from .torch_scores import At, TileGradients, TileScores
 
-__all__ = ["backward", "forward", "tile_sizes", "work_dtype"]
+__all__ = ["backward", "forward", "geometries", "tile_sizes", "work_dtype"]
 
 # Measured on 2 CPU cores at seqlen 4096, head_dim 64.
 BLOCK_M = 512  # rows of one head's score tile: the query heads of a group, times queries
@@ -67,6 +70,12 @@ def tile_sizes(problem: Problem) -> Sizes:
     return Sizes(1, _even_part(p.heads_kv, heads), group, block_m, block_n)
 
 
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
+    sizes = tile_sizes(problem)
+    return [(sizes.block_m, sizes.block_n, False)]
+
+
 def _even_part(total: int, most: int) -> int:
     """The size of the fewest parts of at most ``most``, made as equal as they can be: 8 by at most 5 is 4 and 4."""
     return -(-total // -(-total // most))
@@ -100,15 +109,21 @@ def work_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class _Work:
     """What one call works with: tile sizes, plan, scratch, masks."""
 
-    def __init__(self, problem: Problem, q: torch.Tensor):
+    def __init__(self, problem: Problem, q: torch.Tensor, tensors: Tensors):
         self.problem = problem
         self.device = q.device
         self.dtype = work_dtype(q.dtype, q.device)
         self.sizes = tile_sizes(problem)
         self.plan = TilePlan(problem, self.sizes.block_m, self.sizes.block_n)
-        self.scale2 = problem.sm_scale * _LOG2E
+        self.steps = TileScores(problem, tensors, self.dtype)
+        self.scale = problem.sm_scale * self.steps.unit
         self._scratch: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.mask = None
+        if MaskTensors.of(tensors) is not None:
+            self.mask = TileMask(problem, tensors, self.sizes.block_m, self.sizes.block_n)
+        self._part = (slice(None),) * 3
+        self._kinds: list[list[int]] = []
 
     def chunks(self) -> Iterator[_Chunk]:
         p, s = self.problem, self.sizes
@@ -146,21 +161,34 @@ class _Work:
             kept = self._scratch[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         return kept[:size].view(shape)
 
-    def bounds_matter(self, free: bool) -> bool:
-        """Tiles are cut at seqlen_k, so without a bound no tile needs a mask."""
+    def enter(self, chunk: _Chunk, group: slice) -> None:
+        """All tiles that follow belong to these batches and heads."""
+        if self.mask is not None:
+            self._part = (chunk.batch, chunk.heads, group)
+            self._kinds = self.mask.kinds_of(*self._part)
+
+    def kind(self, m_block: int, n_block: int, free: bool) -> int:
+        """EMPTY, MASKED or FREE. Tiles are cut at seqlen_k, so without a bound or a mask that is a tensor every tile is free."""
+        if self.mask is not None:
+            return self._kinds[m_block][n_block]
         _, _, has_upper, has_lower = self.problem.bounds
-        return not free and (has_upper or has_lower)
+        return MASKED if not free and (has_upper or has_lower) else FREE
 
     def scores(self, qt: torch.Tensor, kt: torch.Tensor) -> torch.Tensor:
-        """``s2 = scale log2(e) q k^T`` (heads, rows, keys), in scratch."""
+        """``scale q k^T`` (heads, rows, keys) in the unit of the scores, in scratch."""
         s = self.scratch("s", qt.shape[0], qt.shape[1], kt.shape[1])
         # out= also keeps autocast away from the product.
-        return torch.baddbmm(s, qt, kt.transpose(1, 2), beta=0, alpha=self.scale2, out=s)
+        return torch.baddbmm(s, qt, kt.transpose(1, 2), beta=0, alpha=self.scale, out=s)
 
     def hide(self, s: torch.Tensor, queries: slice, keys: slice) -> None:
         """Put -inf where the query does not see the key."""
         rows, cols = queries.stop - queries.start, keys.stop - keys.start
         keep, fill = self._mask(queries.start + self.problem.q_start - keys.start, rows, cols)
+        if self.mask is not None:
+            batch, heads, group = self._part
+            ok = (keep != 0) & self.mask.seen(batch, heads, group, queries, keys)
+            s.view(batch.stop - batch.start, heads.stop - heads.start, -1, rows, cols).masked_fill_(~ok, _NEG_INF)
+            return
         bits = s.view(s.shape[0], -1, rows, cols).view(keep.dtype)
         # On the bits this is 4 times as fast as masked_fill_ with a mask that broadcasts, and hides a NaN as well.
         bits.bitwise_and_(keep).bitwise_or_(fill)
@@ -183,20 +211,39 @@ class _Work:
 
 
 @torch.no_grad()
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    work = _Work(problem, q)
+    work = _Work(problem, q, tensors)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
+    rows = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         for g in work.groups():
+            work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                _forward_tile(work, m_block, q[at], k[b, h], v[b, h], o[at], lse[at])
+                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], None if rows is None else rows[at])
 
 
 def _forward_tile(
-    work: _Work, m_block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    work: _Work,
+    m_block: int,
+    at: At,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor | None,
 ) -> None:
     """All keys past one Q tile (batches, heads, group, queries, head_dim)."""
     qt = work.load(q)
@@ -205,21 +252,38 @@ def _forward_tile(
     acc = work.scratch("acc", *qt.shape[:2], v.shape[-1]).zero_()
     lo, free_lo, free_hi, hi = work.plan.keys_of(m_block)
     for n_block in range(lo, hi):
+        kind = work.kind(m_block, n_block, free_lo <= n_block < free_hi)
+        if kind == EMPTY:
+            continue
         keys = work.keys(n_block)
         s = work.scores(qt, work.load(k[:, :, keys]))
-        masked = work.bounds_matter(free_lo <= n_block < free_hi)
+        work.steps.apply(s, at, keys)
+        masked = kind == MASKED
         if masked:
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         # A row without a key yet has no maximum: exp2(-inf - 0) is 0 where exp2(-inf - -inf) is NaN.
-        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked else m_new
-        alpha = torch.exp2(m_i - pivot)
-        p = s.sub_(pivot).exp2_()
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new
+        alpha = work.steps.weights(m_i, pivot)
+        p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
         acc.mul_(alpha)
         torch.baddbmm(acc, p, work.load(v[:, :, keys]), out=acc)
         m_i = m_new
-    lse.copy_(torch.log2(l_i).add_(m_i).mul_(_LN2).view(lse.shape))
+    if work.steps.sink is not None:
+        sink = work.steps.sink_at(at, m_i) * work.steps.unit
+        m_new = torch.maximum(m_i, sink)
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)
+        alpha = work.steps.weights(m_i, pivot)
+        l_i.mul_(alpha).add_(work.steps.weights(sink, pivot))
+        acc.mul_(alpha)
+        m_i = m_new
+    log_l = torch.log2(l_i).mul_(_LN2)
+    m_i = m_i / work.steps.unit
+    lse.copy_((log_l + m_i).view(lse.shape))
+    if rows is not None:
+        rows[..., 0].copy_(m_i.view(lse.shape))
+        rows[..., 1].copy_(log_l.view(lse.shape))
     o.copy_(acc.div_(l_i.masked_fill_(l_i == 0, 1.0)).view(o.shape))
 
 
@@ -236,22 +300,34 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
-    work = _Work(problem, q)
+    work = _Work(problem, q, tensors)
+    more = TileGradients(work.steps, grads)
     q, do, o, lse = (work.by_group(t) for t in (q, do, o, lse))
     dlse, dq = (None if t is None else work.by_group(t) for t in (dlse, dq))
+    kept = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
         dk_sum, dv_sum = (None if t is None else _sum_of(t[b, h], work.dtype) for t in (dk, dv))
         for g in work.groups():
+            work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                rows = _Rows.of(work, q[at], do[at], o[at], lse[at], None if dlse is None else dlse[at])
-                _backward_tile(work, m_block, rows, k[b, h], v[b, h], None if dq is None else dq[at], dk_sum, dv_sum)
+                extra = (None if t is None else t[at] for t in (dlse, kept))
+                tile = _Rows.of(work, at, q[at], do[at], o[at], lse[at], *extra)
+                if grads.sink is not None:
+                    natural = work.load(lse[at][..., None])
+                    more.add_sink(work.steps.sink_at(at, natural), natural, tile.delta, at)
+                dq_tile = None if dq is None else dq[at]
+                _backward_tile(work, m_block, tile, k[b, h], v[b, h], dq_tile, dk_sum, dv_sum, more)
         for out, total in ((dk, dk_sum), (dv, dv_sum)):
             if out is not None and total is not None and total.dtype != out.dtype:
                 out[b, h].copy_(total)
+    more.finish()
 
 
 def _sum_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -260,25 +336,42 @@ def _sum_of(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Rows(NamedTuple):
-    """What the backward pass keeps of a Q tile: (heads, rows, width) each, or (heads, rows, 1)."""
+    """What the backward pass keeps of a Q tile: (heads, rows, width) each, or (heads, rows, 1).
 
+    ``p = exp(s - pivot - log_l)``, in the unit of the scores and in base two. Where the spec has no bias, ``pivot`` is lse.
+    """
+
+    at: At
     q: torch.Tensor
     do: torch.Tensor
-    lse2: torch.Tensor
+    pivot: torch.Tensor
+    log_l: torch.Tensor | None
     delta: torch.Tensor
 
     @classmethod
     def of(
-        cls, work: _Work, q: torch.Tensor, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+        cls,
+        work: _Work,
+        at: At,
+        q: torch.Tensor,
+        do: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        kept: torch.Tensor | None,
     ) -> _Rows:
         """``delta = sum_d do o - dlse`` carries the gradients of both outputs. A row that sees no key gets none."""
         dot = work.load(do)
-        lse2 = work.load(lse[..., None]) * _LOG2E
+        pivot = work.load(lse[..., None] if kept is None else kept[..., :1]) * work.steps.unit
+        log_l = None if kept is None else work.load(kept[..., 1:]) * _LOG2E
         delta = (dot * work.load(o)).sum(-1, keepdim=True)
         if dlse is not None:
             delta.sub_(work.load(dlse[..., None]))
-        empty = lse2 == _NEG_INF
-        return cls(work.load(q), dot.masked_fill(empty, 0.0), lse2.masked_fill_(empty, 0.0), delta.masked_fill_(empty, 0.0))
+        empty = pivot == _NEG_INF
+        pivot.masked_fill_(empty, 0.0)
+        if log_l is not None:
+            log_l.masked_fill_(empty, 0.0)
+        return cls(at, work.load(q), dot.masked_fill(empty, 0.0), pivot, log_l, delta.masked_fill_(empty, 0.0))
 
 
 def _backward_tile(
@@ -290,28 +383,36 @@ def _backward_tile(
     dq: torch.Tensor | None,
     dk_sum: torch.Tensor | None,
     dv_sum: torch.Tensor | None,
+    more: TileGradients,
 ) -> None:
-    """All keys past one Q tile: recompute p, sum into dk and dv, and write dq."""
+    """All keys past one Q tile: recompute p, sum into dk, dv and the gradients of the spec's tensors, and write dq."""
     scale = work.problem.sm_scale
     heads, n_rows, head_dim = rows.q.shape
     if dq is not None:
         dq_acc = work.scratch("acc", heads, n_rows, head_dim).zero_()
     lo, free_lo, free_hi, hi = work.plan.keys_of(m_block)
     for n_block in range(lo, hi):
+        kind = work.kind(m_block, n_block, free_lo <= n_block < free_hi)
+        if kind == EMPTY:
+            continue
         keys = work.keys(n_block)
         kt, vt = work.load(k[:, :, keys]), work.load(v[:, :, keys])
         s = work.scores(rows.q, kt)
-        if work.bounds_matter(free_lo <= n_block < free_hi):
+        slope = work.steps.apply(s, rows.at, keys)
+        if kind == MASKED:
             work.hide(s, work.queries(m_block), keys)
-        p = s.sub_(rows.lse2).exp2_()
+        p = work.steps.weights(s, rows.pivot, rows.log_l)
         if dv_sum is not None:
             part = work.scratch("dv", *vt.shape)
             torch.bmm(p.transpose(1, 2), rows.do, out=part)
             dv_sum[:, :, keys].add_(part.view_as(dv_sum[:, :, keys]))
-        if dq is None and dk_sum is None:
+        if dq is None and dk_sum is None and not more.of_scores:
             continue
         dp = torch.bmm(rows.do, vt.transpose(1, 2), out=work.scratch("dp", *p.shape))
         ds = p.mul_(dp.sub_(rows.delta))
+        more.add(ds, slope, rows.at, keys)
+        if slope is not None:
+            ds.mul_(slope)
         if dk_sum is not None:
             part = work.scratch("dk", *kt.shape)
             torch.baddbmm(part, ds.transpose(1, 2), rows.q, beta=0, alpha=scale, out=part)

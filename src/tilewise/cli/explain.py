@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from .. import tile_map
 from ..api import explain_problem
 from ..configs import lookup, origin, splits_dkdv
 from ..errors import BackendRefused, InvalidInput
 from ..plan import TilePlan
 from ..problem import Problem
+from ..reference import mask_of
 from ..select import choose
+from ..spec import Spec
 
 __all__ = ["PEAKS", "Peak", "Work", "add_parser", "pairs", "run", "work"]
 
@@ -196,6 +199,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nbackend {backend!r} was asked for and accepts.")
 
     passes = _passes(problem, backend, args.tiles)
+    unseen = [term for term in ("segment", "row", "dense") if term in problem.spec.terms]
+    if unseen:
+        print(f"\nThe tensors of {', '.join(unseen)} are not in a problem's words: pairs and tiles below are those of its bounds.")
+        print("tilewise.explain(q, k, v, spec=..., picture=...) draws the whole mask.")
     seen, total = pairs(problem), problem.seqlen_q * problem.seqlen_k
     print(f"\nPairs of a query and a key, one head: {seen:,} of {total:,} seen ({seen / max(1, total):.1%})")
     if passes:
@@ -249,15 +256,19 @@ def _rate(problem: Problem, peak: Peak) -> tuple[float, str]:
     return peak.tf32_tflops / 3, "a third of dense TF32: three TF32 products make one float32 product"
 
 
-def _draw(path: Path, problem: Problem, passes: list[_Pass]) -> None:
-    from . import pictures
+def _bounds_of(spec: Spec) -> Spec:
+    return Spec(upper=spec.upper, lower=spec.lower, align=spec.align)
 
+
+def _draw(path: Path, problem: Problem, passes: list[_Pass]) -> None:
     if not passes or problem.is_empty:
         raise InvalidInput("--picture needs tiles, and this problem has none on this backend: give --tiles MxN and lengths > 0.")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InvalidInput(f"--picture is {str(path)!r}, expected a name that ends in .png, .svg or .pdf.")
-    plan = passes[0].plan
+    if path.suffix not in tile_map.SUFFIXES:
+        raise InvalidInput(f"--picture is {str(path)!r}, expected a name that ends in {', '.join(tile_map.SUFFIXES)}.")
+    plan, p = passes[0].plan, problem
+    small = max(p.seqlen_q, p.seqlen_k) <= tile_map.SMALL
+    mask = mask_of(_bounds_of(p.spec), p.seqlen_q, p.seqlen_k) if small else None
     lengths = f"{problem.seqlen_q:,} queries x {problem.seqlen_k:,} keys"
     title = f"mask {problem.spec}\n{lengths}, tiles of {plan.block_m} x {plan.block_n}"
-    pictures.tile_map(path, plan, title)
+    tile_map.draw(path, tile_map.TileMap(plan.tiles(), mask, p.seqlen_q, p.seqlen_k, plan.block_m, plan.block_n), title)
     print(f"\nPicture: {path}")

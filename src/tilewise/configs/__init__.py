@@ -28,7 +28,7 @@ __all__ = [
     "splits_dkdv",
 ]
 
-PASSES = ("fwd", "dkdv", "dk", "dv", "dq")
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads
 
 
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
@@ -68,6 +68,13 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
     resident = rows * (first if pass_ in ("fwd", "dv") else both)
     streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    if pass_ == "dbias":
+        resident, streamed = 0, (rows + streamed_rows) * both + rows * 16
+    bias = p.operand("bias")
+    if bias is not None:
+        streamed += config.block_m * config.block_n * (2 if bias.dtype in ("float16", "bfloat16") else 4)
+    if p.operand("dense") is not None:
+        streamed += config.block_m * config.block_n
     scores = config.block_m * config.block_n * p.itemsize
     stages = max(1, config.num_stages)
     single = p.itemsize > 2
@@ -146,14 +153,16 @@ def _shipped(arch: str) -> tuple[str, dict[tuple[str, int, int, bool, str], Conf
 
 @functools.lru_cache(maxsize=4096)
 def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
-    own = records.find(problem, "triton", pass_)
-    if own is not None and illegal(problem, pass_, own.config) is None:
-        return own.config, own.origin
     _, _, has_upper, has_lower = problem.bounds
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    # Ids, intervals and dense tiles take registers: forward tiles that were measured without them would spill.
+    masked = pass_ == "fwd" and wide >= 128 and any(term in problem.spec.terms for term in ("segment", "row", "dense"))
+    own = records.find(problem, "triton", pass_)
+    if own is not None and not masked and illegal(problem, pass_, own.config) is None:
+        return own.config, own.origin
     where, shipped = _shipped(problem.arch.name)
     config = shipped.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
-    if config is not None and illegal(problem, pass_, config) is None:
+    if config is not None and not masked and illegal(problem, pass_, config) is None:
         return config, where
     return default_config(problem, pass_), records.BUILT_IN
 

@@ -170,8 +170,12 @@ def few_tiles(problem: Problem) -> bool:
 
 
 def _rule(problem: Problem) -> HopperConfig:
-    """A program a tile while the tiles are few; guarded where that is legal, pays and suits."""
+    """Guarded where that is legal, pays and suits; if not, tiles from a counter where that pays.
+
+    It does not while the tiles are few, nor for careful long calls with an upper bound at head dims from 128 on.
+    """
     p = problem
+    _, _, has_upper, has_lower = p.bounds
     static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
     if few_tiles(p):
         return static
@@ -180,7 +184,7 @@ def _rule(problem: Problem) -> HopperConfig:
         picked = CHOICES[p.head_dim, p.head_dim_v][_guarded_place(p)]
         if illegal(p, picked) is None:
             return picked
-    return careful
+    return static if p.head_dim >= 128 and p.seqlen_k >= 8192 and has_upper and not has_lower else careful
 
 
 def _lookup(problem: Problem) -> tuple[HopperConfig, str]:

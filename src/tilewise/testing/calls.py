@@ -10,13 +10,15 @@ import torch
 
 from ..api import attention
 from ..capabilities import refuse
-from ..problem import Problem
+from ..operands import DIMS, full_rank
+from ..problem import Problem, grad_letters
 from ..select import capability
-from ..spec import Spec
+from ..spec import SLOTS, Spec, Tensors
 
-__all__ = ["OUTPUTS", "Call", "evaluate", "fit", "random_call"]
+__all__ = ["OUTPUTS", "TRAINED", "Call", "evaluate", "fit", "leaves_of", "random_call", "spec_with"]
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+TRAINED = ("bias", "slopes", "sink")  # tensors of a spec that get a gradient: "dbias", "dslopes", "dsink" are further outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,8 @@ class Call:
     def problem(self) -> Problem:
         """The problem that ``attention`` would bind, with all gradients wanted."""
         also = tuple(t for t in (self.do,) if t is not None)
-        grad = "qkv" if self.has_gradient else ""
+        trained = (getattr(self.spec.tensors, name) is not None for name in TRAINED)
+        grad = grad_letters(True, True, True, *trained) if self.has_gradient else ""
         return Problem.bind(self.q, self.k, self.v, self.spec, self.sm_scale, self.precision, grad, also)
 
     def replace(self, **changes: object) -> Call:
@@ -59,7 +62,17 @@ class Call:
         group = self.q.shape[1] // self.k.shape[1]
         first, last, _ = heads.indices(self.k.shape[1])
         rows = slice(first * group, last * group)
+        at = {"b": batch, "h": rows}
+
+        def cut(slot: str, t: torch.Tensor | None) -> torch.Tensor | None:
+            if t is None:
+                return None
+            t = full_rank(slot, t)
+            return t[tuple(slice(None) if n == 1 else at.get(x, slice(None)) for x, n in zip(DIMS[slot], t.shape, strict=True))]
+
+        parts = Tensors(*(cut(slot, t) for slot, t in zip(SLOTS, self.spec.tensors, strict=True)))
         return self.replace(
+            spec=dataclasses.replace(self.spec, tensors=parts),
             q=self.q[batch, rows],
             k=self.k[batch, heads],
             v=self.v[batch, heads],
@@ -69,15 +82,16 @@ class Call:
 
 
 def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]] = "auto") -> dict[str, torch.Tensor]:
-    """``o`` and ``lse``, and ``dq``, ``dk``, ``dv`` where the call has a gradient, as a backend computes them.
+    """``o`` and ``lse``, and every gradient where the call has one, as a backend computes them.
 
     Args:
         call: what to compute.
         backend: a name that ``tilewise.attention`` takes, or a function of your own with the signature
             ``(q, k, v, *, spec, sm_scale, precision) -> (o, lse)`` that autograd can go through.
     """
-    q, k, v = (t.detach().requires_grad_(call.has_gradient) for t in (call.q, call.k, call.v))
-    arguments = {"spec": call.spec, "sm_scale": call.sm_scale, "precision": call.precision}
+    leaves = leaves_of(call)
+    q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
+    arguments = {"spec": spec_with(call.spec, leaves), "sm_scale": call.sm_scale, "precision": call.precision}
     if callable(backend):
         o, lse = backend(q, k, v, **arguments)
     else:
@@ -85,10 +99,22 @@ def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.
     out = {"o": o.detach(), "lse": lse.detach()}
     if call.has_gradient:
         used = [(t, g) for t, g in ((o, call.do), (lse, call.dlse)) if g is not None]
-        grads = torch.autograd.grad([t for t, _ in used], (q, k, v), [g for _, g in used], allow_unused=True)
-        pairs = zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True)
-        out.update({name: torch.zeros_like(t) if g is None else g for name, t, g in pairs})
+        grads = torch.autograd.grad([t for t, _ in used], list(leaves.values()), [g for _, g in used], allow_unused=True)
+        out.update({n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)})
     return out
+
+
+def leaves_of(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """All that may get a gradient, by the name of that gradient, as leaves; ``dtype`` changes their dtype."""
+    named = {"dq": call.q, "dk": call.k, "dv": call.v, **{f"d{n}": getattr(call.spec.tensors, n) for n in TRAINED}}
+    there = {name: t.detach() for name, t in named.items() if t is not None}
+    return {name: (t if dtype is None else t.to(dtype)).requires_grad_(call.has_gradient) for name, t in there.items()}
+
+
+def spec_with(spec: Spec, leaves: dict[str, torch.Tensor]) -> Spec:
+    """The spec with these leaves in place of its own tensors."""
+    mine = {name: leaves[f"d{name}"] for name in TRAINED if f"d{name}" in leaves}
+    return dataclasses.replace(spec, tensors=spec.tensors._replace(**mine))
 
 
 def fit(call: Call, backend: str) -> Call | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..configs.hopper_backward import DKDV, DQ, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
 from ..problem import Problem
 from .compile_hopper import loops
 from .compile_only import _assemble, use_target
@@ -30,7 +30,8 @@ SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What the compiler made of one kernel. ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq or kept (dq of a ds in
+    memory); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
     of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
     in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
     other loops that multiply as much."""
@@ -49,9 +50,11 @@ class BackwardReport:
     masked_spills: int
 
 
-def _products(problem: Problem, config: KeysConfig | QueriesConfig) -> tuple[int, int]:
+def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
     deep = problem.head_dim // 16
+    if isinstance(config, KeptConfig):
+        return config.block_m // 64, 64 // 16
     if isinstance(config, QueriesConfig):
         return config.block_m // 64, 2 * deep + config.block_n // 16
     if config.p_slots:
@@ -59,8 +62,10 @@ def _products(problem: Problem, config: KeysConfig | QueriesConfig) -> tuple[int
     return config.block_n // 64, 2 * (deep + config.block_m // 16)
 
 
-def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask: str) -> BackwardReport:
-    """Compile the kernel of one config, after ``use_target("sm_90")``."""
+def compile_backward(
+    problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig, mask: str, keeps: bool = False
+) -> BackwardReport:
+    """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: a kernel over keys writes ds to memory too."""
     from ..backends.hopper import bwd_launch
 
     p = problem
@@ -68,10 +73,14 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
+    ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
     if isinstance(config, KeysConfig):
-        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k)
+        name = "keeps" if keeps else "dkdv"
+        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k, ds if keeps else None)
+    elif isinstance(config, KeptConfig):
+        name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
-        launch = bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
+        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -79,7 +88,7 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     found = sorted(loops(sass, products), key=len)
     spilled = [sum(bool(SPILLED.search(line)) for line in body) for body in found]
     return BackwardReport(
-        "dkdv" if isinstance(config, KeysConfig) else "dq",
+        name,
         p.head_dim,
         p.dtype,
         mask,
@@ -94,24 +103,29 @@ def compile_backward(problem: Problem, config: KeysConfig | QueriesConfig, mask:
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig]]:
-    """The kernels of these head dims. The default config, the first, meets every mask, the others no mask and a causal one.
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig | KeptConfig, bool]]:
+    """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
+    others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    ``every``: all of them meet every mask, in float16 too. "tail" is no mask with a last tile of keys that is not full.
+    ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
+    full.
     """
     for head_dim in head_dims:
-        for configs in (DKDV[head_dim], DQ[head_dim]):
+        tables = [(DKDV[head_dim], False), (DQ[head_dim], False), (DKDV[head_dim], True), (KEPT[head_dim], True)]
+        for configs, keeps in tables:
             for place, config in enumerate(configs):
+                if keeps and place and isinstance(config, KeysConfig) and not every:
+                    continue
                 for mask, words in MASKS.items():
-                    if place and mask in ("tail", "window") and not every:
+                    if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or mask != "causal") and not every:
+                        if dtype == "float16" and (place or keeps or mask != "causal") and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
-                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config
+                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
 
 
 def main() -> None:
@@ -120,8 +134,8 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
     options = parser.parse_args()
     use_target("sm_90")
-    for mask, problem, config in problems(options.head_dim, options.every):
-        print(json.dumps(asdict(compile_backward(problem, config, mask))), flush=True)
+    for mask, problem, config, keeps in problems(options.head_dim, options.every):
+        print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit
 

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 from ..arch import ARCHS
-from ..configs import PASSES, Config, lookup, splits_dkdv
+from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
 from ..errors import BackendBroken
+from ..plan import BlockTable, Masked, MaskTensors
 from ..problem import Problem
+from ..spec import Tensors
 
 __all__ = ["Report", "compile_problem", "launches_of", "use_target"]
 
@@ -93,35 +95,64 @@ def _tensors(problem: Problem) -> dict[str, torch.Tensor]:
     q = make(p.heads_q, p.seqlen_q, p.head_dim)
     k, v = make(p.heads_kv, p.seqlen_k, p.head_dim), make(p.heads_kv, p.seqlen_k, p.head_dim_v)
     o = make(p.heads_q, p.seqlen_q, p.head_dim_v)
-    return {"q": q, "k": k, "v": v, "o": o, "do": o, "lse": rows, "delta": rows, "dq": q, "dk": k, "dv": v}
+    kept = torch.empty((p.batch, p.heads_q, p.seqlen_q, 2), dtype=torch.float32) if p.keeps_rows else rows
+    return {"q": q, "k": k, "v": v, "o": o, "do": o, "lse": rows, "delta": rows, "dq": q, "dk": k, "dv": v, "pivots": kept}
+
+
+def _operands(problem: Problem) -> Tensors:
+    """Stand-ins of the tensors that the spec names."""
+    p = problem
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seqlen_q, "k": p.seqlen_k, "1": 1}
+    made = {o.slot: torch.empty([sizes[d] for d in o.dims], dtype=getattr(torch, o.dtype)) for o in p.operands}
+    return Tensors(**made)
+
+
+def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> Masked | None:
+    """The mask of a pass with a table that nobody reads."""
+    own = MaskTensors.of(tensors)
+    if own is None:
+        return None
+    m_blocks, n_blocks = -(-problem.seqlen_q // config.block_m), -(-problem.seqlen_k // config.block_n)
+    rows, width = (n_blocks, m_blocks) if pass_ in KEYS_RESIDENT else (m_blocks, n_blocks)
+    lists = (torch.empty(problem.batch, problem.heads_q, rows, size, dtype=torch.int32) for size in (2, width))
+    return Masked(own, BlockTable(*lists))
 
 
 def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> dict[str, Any]:
     """The launches of forward and backward for this problem, by pass; ``configs`` overrides what ``lookup`` says."""
     from ..backends import triton as backend
 
-    t = _tensors(problem)
+    t, tensors = _tensors(problem), _operands(problem)
     chosen = {name: (configs or {}).get(name) or lookup(problem, name) for name in PASSES}
 
     def keys_resident(name: str, dk: torch.Tensor | None, dv: torch.Tensor | None) -> tuple[Config, Any]:
-        tensors = (t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], dk, dv)
-        return chosen[name], backend.launch_dkdv(problem, chosen[name], *tensors)
+        given = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"], dk, dv)
+        return chosen[name], backend.launch_dkdv(problem, chosen[name], *given, masks[name], tensors)
 
+    masks = {name: _masked(problem, tensors, name, config) for name, config in chosen.items()}
+    forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
+    backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
+    kept = t["pivots"] if problem.keeps_rows else None
+    by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], t["q"], t["k"], t["v"], t["o"], t["lse"])),
+        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, masks["fwd"], tensors, kept)),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
-            backend.launch_dq(problem, chosen["dq"], t["q"], t["k"], t["v"], t["do"], t["lse"], t["delta"], t["dq"]),
+            backend.launch_dq(problem, chosen["dq"], *backward, t["dq"], masks["dq"], tensors, by_row),
         ),
     }
+    if "b" in problem.grad and tensors.bias is not None:
+        config = (configs or {}).get("dbias") or lookup(problem, "dbias")
+        dbias = torch.empty_like(tensors.bias)
+        launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if splits_dkdv(problem):
         return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
     return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}
 
 
 def compile_problem(
-    problem: Problem, passes: tuple[str, ...] = ("delta", *PASSES), configs: dict[str, Config] | None = None
+    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", *PASSES), configs: dict[str, Config] | None = None
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
     reports = []

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..masks import documents, key_padding
 from ..spec import Spec, causal, window
+from ..terms import dense
 from .calls import Call, evaluate, random_call
+from .mask_inputs import lengths, own_intervals, placed, tiles_of_sixteen, unsorted_ids
 from .poison import poison
+from .terms import draw_terms
 from .tolerance import Result, Yardstick
 
 __all__ = ["GAUNTLET", "Entry", "entry", "run", "run_call"]
@@ -46,7 +50,22 @@ def _very_low(call: Call) -> None:
     call.k[..., 0] = -8.5 / call.scale
 
 
+def _beyond_cap(call: Call) -> None:
+    """Scores of about 4 and up to 15: beyond a cap of 2 they are nearly flat, and some are not."""
+    call.q.mul_(4.0)
+
+
+def _lowest_rows(call: Call) -> None:
+    """Two rows of a bias are the lowest float32 throughout (all keys weigh the same), and one is -inf (it sees no key)."""
+    bias = call.spec.tensors.bias
+    bias[..., 3, :] = torch.finfo(torch.float32).min
+    bias[..., 40, :] = torch.finfo(torch.float32).min
+    bias[..., 17, :] = float("-inf")
+
+
 _VALUES: dict[str, Callable[[Call], None]] = {
+    "beyond_cap": _beyond_cap,
+    "lowest_rows": _lowest_rows,
     "overflow_spike": _overflow_spike,
     "late_spike": _late_spike,
     "very_low": _very_low,
@@ -102,13 +121,21 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _laid_out(call: Call, places: list[str], layout: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with these tensors, its own or the spec's, in another place."""
+    own = {name: layout(getattr(call, name)) for name in places if hasattr(call, name)}
+    named = {name: layout(getattr(call.spec.tensors, name)) for name in places if name not in own}
+    tensors = call.spec.tensors._replace(**named)
+    return call.replace(**own, spec=dataclasses.replace(call.spec, tensors=tensors))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One named input.
 
     ``shape`` is (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v). ``loss`` says which outputs have a gradient
-    ("o", "lse" or "o+lse"). ``places`` names the tensors whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the
-    entry needs; 0 means that it runs anywhere.
+    ("o", "lse" or "o+lse"). ``terms`` are words of ``terms.draw_terms``, which the spec has besides. ``places`` names the tensors
+    whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere.
     """
 
     name: str
@@ -121,6 +148,7 @@ class Entry:
     places: str = "q k v do"
     loss: str = "o"
     gpu_gib: int = 0
+    terms: str = ""
 
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
@@ -132,19 +160,22 @@ class Entry:
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
         """The call, drawn from ``seed`` in ``dtype``."""
+        spec = placed(self.spec, device)
+        if self.terms:
+            spec &= draw_terms(self.terms, self.shape, device, seed=seed + len(self.name))
         call = random_call(
             self.shape,
             device=device,
             dtype=dtype,
             seed=seed + sum(map(ord, self.name)),
-            spec=self.spec,
+            spec=spec,
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
-            call = call.replace(**{name: _LAYOUTS[self.layout](getattr(call, name)) for name in self.places.split()})
+            call = _laid_out(call, self.places.split(), _LAYOUTS[self.layout])
         return call if self.loss != "lse" else call.replace(do=None)
 
 
@@ -305,6 +336,122 @@ GAUNTLET: tuple[Entry, ...] = (
         "outputs and scratch that are never written: queries and keys beyond both ends of the window",
         (1, 2, 1, 140, 75, 16, 16),
         Spec(upper=-20, lower=30),
+    ),
+    Entry(
+        "softcap",
+        "a derivative of the cap that is missing in dq or dk; a cap in the wrong unit",
+        (1, 2, 1, 70, 100, 16, 16),
+        causal(),
+        values="beyond_cap",
+        terms="softcap:2",
+    ),
+    Entry(
+        "softcap_bias",
+        "a bias that is capped though it comes after the cap, in o or in its gradient",
+        (2, 2, 1, 70, 100, 16, 16),
+        values="beyond_cap",
+        terms="softcap:2 bias:1hqk",
+    ),
+    Entry(
+        "bias_softcap",
+        "a bias that comes before the cap and does not feel it; the same of slopes, and of the gradients of both",
+        (2, 2, 1, 70, 100, 16, 16),
+        causal(),
+        values="beyond_cap",
+        terms="alibi bias:b1qk softcap:2",
+    ),
+    Entry(
+        "alibi_both_sides",
+        "a distance with a sign; slopes of one batch for all; a slope's gradient without its distance",
+        (2, 3, 1, 70, 100, 16, 16),
+        loss="o+lse",
+        terms="alibi:bh",
+    ),
+    Entry(
+        "bias_broadcast",
+        "a gradient of a bias that is not summed over batches, heads or queries, or read with the wrong stride",
+        (2, 4, 2, 70, 100, 16, 16),
+        causal(),
+        terms="bias:k",
+    ),
+    Entry("bias_of_batches", "the same over heads and keys", (2, 4, 2, 70, 100, 16, 16), window(30, 0), terms="bias:b1q1"),
+    Entry(
+        "lowest_bias",
+        "rows of the lowest value taken for empty ones, or weights that do not sum to 1 there in the backward pass; NaN from -inf",
+        (1, 2, 1, 70, 100, 16, 16),
+        values="lowest_rows",
+        loss="o+lse",
+        terms="bias:1hqk",
+    ),
+    Entry(
+        "sink",
+        "a sink that is not in the sum, scaled, or counted as a key; its gradient; rows that see no key but have a sink",
+        (2, 4, 2, 100, 70, 16, 16),
+        causal(),
+        loss="o+lse",
+        terms="sink",
+    ),
+    Entry(
+        "documents",
+        "a tile that is called free where two documents meet; a segment check that is lost in a pass; documents that end at tiles' "
+        "edges and beside them, of one token and of none",
+        (1, 2, 1, 150, 150, 16, 16),
+        lengths(32, 1, 31, 0, 64, 17, 5) & causal(),
+    ),
+    Entry(
+        "documents_full",
+        "the same without a bound: tiles before and behind the document; a ragged last tile that is called free",
+        (2, 2, 2, 77, 139, 16, 16),
+        documents(torch.tensor((32, 13, 32), dtype=torch.int32), torch.tensor((64, 11, 64), dtype=torch.int32)),
+        values="very_low",
+    ),
+    Entry(
+        "unsorted_ids",
+        "ids that are taken for sorted, or that are the same for all batches; an id without keys",
+        (2, 2, 1, 90, 70, 16, 16),
+        unsorted_ids(2, 90, 70),
+        loss="o+lse",
+    ),
+    Entry(
+        "row_intervals",
+        "an interval that holds its end; tiles that are free for some rows only; intervals of another head; rows of no keys",
+        (2, 4, 2, 100, 90, 16, 16),
+        own_intervals(4, 100, 90),
+        loss="o+lse",
+    ),
+    Entry(
+        "padded_keys",
+        "lengths that are read for another batch; a batch without keys",
+        (3, 2, 1, 40, 70, 16, 16),
+        key_padding(torch.tensor((70, 33, 0), dtype=torch.int32)) & window(40, 0, "top_left"),
+    ),
+    Entry(
+        "dense_tiles",
+        "a tile that is called free for a hole of one pair, or empty for most of it; lists of another batch or head",
+        (2, 4, 2, 100, 130, 16, 16),
+        dense(tiles_of_sixteen(2, 4, 100, 130)),
+    ),
+    Entry(
+        "dense_strided",
+        "a dense mask that is read as if it were contiguous, or in the other order of its dims",
+        (2, 2, 1, 70, 90, 16, 16),
+        dense(tiles_of_sixteen(1, 1, 90, 70).mT.expand(2, 2, 70, 90)) & causal(),
+    ),
+    Entry(
+        "all_terms",
+        "a term that is forgotten where there are others",
+        (1, 2, 2, 90, 90, 16, 16),
+        lengths(40, 50) & own_intervals(2, 90, 90) & dense(tiles_of_sixteen(1, 1, 90, 90)[0, 0]) & window(50, 20),
+    ),
+    Entry(
+        "far_bias",
+        "offsets of a bias in 32 bits",
+        (2, 2, 1, 130, 140, 64, 64),
+        causal(),
+        layout="far_offset",
+        places="bias",
+        gpu_gib=24,
+        terms="bias:bhqk",
     ),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )

@@ -4,7 +4,8 @@ The oracle takes the very inputs that the backend got (drawn in the tested dtype
 An output is right if
 
 - its shape and dtype are right and it holds no NaN and no infinity that the oracle does not have;
-- rows that see no key are exactly ``o = 0``, ``lse = -inf``, ``dq = 0``, and keys that nobody sees have exactly ``dk = dv = 0``;
+- rows that see no key are exactly ``o = 0``, ``lse = -inf``, ``dq = 0``, keys that nobody sees have exactly ``dk = dv = 0``, and so
+  has a bias that no visible score holds;
 - its largest error is at most ``2 * plain + rounding``, and so is the RMS error of every head.
 
 ``plain`` is the error that plain PyTorch makes with the dense formula in the same dtype (for lse, in the dtype of lse).
@@ -17,6 +18,7 @@ all keys of a row share as they are.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,8 +26,9 @@ from typing import Any, cast
 import torch
 
 from ..errors import AttentionError
-from ..reference import mask_of, reference
-from .calls import OUTPUTS, Call
+from ..operands import full_rank
+from ..reference import distance_of, mask_of, reference, scored, softmax_of
+from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
 
 __all__ = ["Mismatch", "Result", "Yardstick", "compare", "raise_if_failed", "round_to_tf32"]
 
@@ -117,22 +120,22 @@ def _rss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.square() @ b.square()).sqrt()
 
 
-def _gradients(call: Call, o: torch.Tensor, lse: torch.Tensor, leaves: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """dq, dk, dv of ``o`` and ``lse`` under the call's gradients; rows with ``lse = -inf`` pass nothing back."""
+def _gradients(call: Call, o: torch.Tensor, lse: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of ``o`` and ``lse`` under the call's gradients; rows with ``lse = -inf`` pass nothing back."""
     loss = o.new_zeros((), dtype=lse.dtype)
     if call.do is not None:
         loss = loss + (o.to(lse.dtype) * call.do.to(lse.dtype)).sum()
     if call.dlse is not None:
         loss = loss + torch.where(lse == float("-inf"), 0.0, lse * call.dlse.to(lse.dtype)).sum()
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return {n: torch.zeros_like(t) if g is None else g for n, t, g in zip(("dq", "dk", "dv"), leaves, grads, strict=True)}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)}
 
 
 def oracle(call: Call) -> dict[str, torch.Tensor]:
-    """The float64 answer: o, lse and, where the call has a gradient, dq, dk, dv."""
-    leaves = [t.detach().double().requires_grad_() for t in (call.q, call.k, call.v)]
+    """The float64 answer: o, lse and, where the call has a gradient, those of all inputs."""
+    leaves = leaves_of(call, torch.float64)
     with torch.enable_grad():
-        o, lse = reference(leaves[0], leaves[1], leaves[2], call.spec, call.scale)
+        o, lse = reference(leaves["dq"], leaves["dk"], leaves["dv"], spec_with(call.spec, leaves), call.scale)
         out = {"o": o.detach(), "lse": lse.detach()}
         if call.has_gradient:
             out.update(_gradients(call, o, lse, leaves))
@@ -144,25 +147,26 @@ def plain(call: Call) -> dict[str, torch.Tensor]:
     heads = call.q.shape[1]
     product = cast(Callable[..., torch.Tensor], _Tf32Product.apply) if call.precision == "tf32" else torch.matmul
     ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
-    empty = ~ok.any(-1)
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves_of(call).items()}
+    q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
+    tensors = spec_with(call.spec, leaves).tensors
+    sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
 
     def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         s = product(q, _repeat(k, heads).transpose(-1, -2))
-        return (s * call.scale).masked_fill(~ok, float("-inf")).masked_fill(empty[:, None], 0.0)
+        return scored(s * call.scale, call.spec, tensors).masked_fill(~ok, float("-inf"))
 
-    leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v)]
-    q, k, v = leaves
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.enable_grad(), _full_precision_products():
         s = scores(q, k)
-        p = torch.softmax(s, dim=-1).masked_fill(empty[:, None], 0.0)
+        p, _ = softmax_of(s, sink)
         o = product(p, _repeat(v, heads))
-        lse = torch.logsumexp(s.to(wide), dim=-1).masked_fill(empty, float("-inf"))
+        _, lse = softmax_of(s.to(wide), sink)
         out = {"o": o.detach()}
         if call.has_gradient:
             out.update(_gradients(call, o, lse, leaves))
         with torch.no_grad():
-            out["lse"] = torch.logsumexp(scores(q.to(wide), k.to(wide)), dim=-1).masked_fill(empty, float("-inf"))
+            _, out["lse"] = softmax_of(scores(q.to(wide), k.to(wide)), sink)
     return out
 
 
@@ -182,14 +186,18 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
     q, k, v = call.q.double(), _repeat(call.k.double(), heads), _repeat(call.v.double(), heads)
     lse = torch.where(expected["lse"] == float("-inf"), 0.0, expected["lse"])[..., None]
-    s = torch.where(ok, (q @ k.transpose(-1, -2)) * call.scale, 0.0)
-    p = torch.where(ok, torch.exp(s - lse), 0.0)
+    s = (q @ k.transpose(-1, -2)) * call.scale
     size = abs(call.scale) * _rss(q, k.transpose(-1, -2))
     # Terms of one sign drift: D equal ones have |s| / size = sqrt(D), and their partial sums err by a multiple of D.
     drift = s.abs() * (s / torch.where(size == 0, 1.0, size)).square() / 8
     score = score_unit * (1 + s.abs() + size + drift)
+    s, score, slope, slope_error = _through_steps(call, s, score, score_unit)
+    ok = ok & (s != float("-inf"))
+    s, score = torch.where(ok, s, 0.0), torch.where(ok, score, 0.0)
+    sink = call.spec.tensors.sink
+    p, _ = softmax_of(torch.where(ok, s, float("-inf")), None if sink is None else full_rank("sink", sink).double())
     # What all keys of a row share: it does not average out over them.
-    row = (p * score).sum(-1, keepdim=True) + score_unit * lse.abs()
+    row = (p * score).sum(-1, keepdim=True) + score_unit * _size(lse)
     p_error = p * (score + row + eps_in / 2) + floor * ok
     out = {"o": _rss(p_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
     if call.has_gradient:
@@ -199,7 +207,11 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
         delta_size = (do * expected["o"]).square().sum(-1, keepdim=True).sqrt() + dlse.abs()
         delta_size = delta_size + (do * expected["o"]).sum(-1, keepdim=True).abs()
         ds_error = p_error * (dp_size + delta_size) + floor * ok
-        shared = (eps_in / 2 + row) * delta_size * (p @ k).abs() + row * expected["dq"].abs()
+        ds = p * ((do @ v.transpose(-1, -2)) - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
+        sharing = (eps_in / 2 + row) * delta_size
+        out.update(_tensor_rounding(call, expected, ds_error, sharing * p, slope, slope_error, ds))
+        ds_error = ds_error * slope + ds.abs() * slope_error
+        shared = sharing * ((p * slope) @ k).abs() + row * expected["dq"].abs()
         out["dq"] = abs(call.scale) * (_rss(ds_error, k) + shared)
         out["dk"] = _fold((abs(call.scale) * _rss(ds_error.transpose(-1, -2), q)).square(), heads_kv).sqrt()
         out["dv"] = _fold(_rss(p_error.transpose(-1, -2), do).square(), heads_kv).sqrt()
@@ -209,13 +221,94 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     return out
 
 
+def _size(s: torch.Tensor) -> torch.Tensor:
+    """What the rounding of a score grows with. Beside 1e30 a score is lost: all that is added to it leaves it as it is."""
+    return torch.where(s.abs() > 1e30, 0.0, s.abs())
+
+
+def _through_steps(call: Call, s: torch.Tensor, error: torch.Tensor, unit: float) -> tuple[torch.Tensor, ...]:
+    """Scores and their errors after the spec's steps, and the derivative of the softcap with its error."""
+    slope, slope_error = torch.ones_like(s), torch.zeros_like(s)
+    for step in call.spec.score:
+        one = dataclasses.replace(call.spec, score=(step,))
+        before, s = s, scored(s, one, call.spec.tensors)
+        if one.softcap is not None:
+            slope = 1 - (s / one.softcap).square()
+            # The second derivative carries the error of the score; what enters tanh is rounded, too.
+            error = error + unit * before.abs().clamp(max=2 * one.softcap)
+            slope_error = 2 * (s / one.softcap).abs() * slope * error / one.softcap + unit
+            error = error * slope
+        error = error + unit * _size(s)
+    return s, error, slope, slope_error
+
+
+def _tensor_rounding(
+    call: Call,
+    expected: dict[str, torch.Tensor],
+    error: torch.Tensor,
+    shared: torch.Tensor,
+    slope: torch.Tensor,
+    slope_error: torch.Tensor,
+    ds: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The rounding terms of dbias, dslopes and dsink: ``error`` of ds is independent, ``shared`` is of the row."""
+    tensors, steps, out = call.spec.tensors, call.spec.steps, {}
+    capped = steps.index("softcap") if "softcap" in steps else -1
+    distances = distance_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device).double()
+    for step, name, weight in (("bias", "bias", 1.0), ("alibi", "slopes", distances)):
+        t = getattr(tensors, name)
+        if t is None:
+            continue
+        first = steps.index(step) < capped
+        own = ((error * slope + ds.abs() * slope_error) if first else error) * weight
+        rows = (shared * slope if first else shared) * weight
+        size = full_rank(name, t).shape
+        if name == "slopes":
+            own, rows = own.square().sum((-1, -2)).sqrt(), rows.sum(-1).square().sum(-1).sqrt()
+        total = own.square().sum_to_size(size).sqrt() + rows.sum_to_size(size)
+        out[f"d{name}"] = (total + torch.finfo(t.dtype).eps / 2 * full_rank(name, expected[f"d{name}"]).abs()).view(t.shape)
+    if tensors.sink is not None:
+        weight = torch.exp(full_rank("sink", tensors.sink).double()[..., None] - expected["lse"])
+        weight = torch.where(expected["lse"] == float("-inf"), 0.0, weight)
+        # ``shared`` sums to the error of delta times the weight of the keys.
+        do = torch.zeros_like(expected["o"]) if call.do is None else call.do.double()
+        delta = (do * expected["o"]).square().sum(-1).sqrt() + (do * expected["o"]).sum(-1).abs()
+        if call.dlse is not None:
+            delta = delta + call.dlse.double().abs()
+        eps = torch.finfo(torch.promote_types(call.q.dtype, torch.float32)).eps
+        unit = torch.finfo(call.q.dtype).eps / 2 + eps * (2 + expected["lse"].abs().nan_to_num(posinf=0.0))
+        size = full_rank("sink", tensors.sink).shape
+        total = (weight * delta * unit).sum(-1).sum_to_size(size) + torch.finfo(tensors.sink.dtype).eps * full_rank(
+            "sink", expected["dsink"]
+        ).abs()
+        out["dsink"] = total.view(tensors.sink.shape)
+    return out
+
+
 def _rms(t: torch.Tensor) -> torch.Tensor:
-    """Root of the mean square of every (batch, head)."""
+    """Root of the mean square of every (batch, head); of the whole where there are not both."""
+    if t.dim() < 3:
+        t = t.reshape(1, 1, -1)
     return t.flatten(2).square().mean(-1).sqrt()
 
 
 def _at(t: torch.Tensor, index: int) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), t.shape))
+
+
+def _silent(call: Call) -> dict[str, torch.Tensor]:
+    """By output, where it must be exactly 0: rows that see nothing, keys that nobody sees, biases of hidden scores."""
+    heads, heads_kv = call.q.shape[1], call.k.shape[1]
+    ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
+    ok = ok.expand(call.q.shape[0], heads, *ok.shape[-2:])
+    bias = call.spec.tensors.bias
+    if bias is not None and not (call.spec.softcap and call.spec.steps[-1] == "softcap"):
+        ok = ok & (full_rank("bias", bias) != float("-inf"))
+    rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0
+    out = {"o": rows[..., None], "dq": rows[..., None], "dk": keys[..., None], "dv": keys[..., None]}
+    if bias is not None:
+        out["dbias"] = (ok.double().sum_to_size(full_rank("bias", bias).shape) == 0).view(bias.shape)
+    return out
 
 
 class Yardstick:
@@ -230,13 +323,12 @@ class Yardstick:
         self.rms_bound: dict[str, torch.Tensor] = {}
         for name, want in self.expected.items():
             if self._nothing or want.numel() == 0:
-                self.bound[name], self.rms_bound[name] = 0.0, want.new_zeros(want.shape[:2])
+                self.bound[name], self.rms_bound[name] = 0.0, torch.zeros_like(_rms(want))
                 continue
             error = torch.nan_to_num((simple[name].double() - want).abs(), 0.0, 0.0, 0.0)
             self.bound[name] = float(2 * error.max() + rounding[name].max())
             self.rms_bound[name] = 2 * _rms(error) + _rms(rounding[name])
-        ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
-        self._silent = {"q": ~ok.any(1), "k": ~ok.any(0)}
+        self._silent = _silent(call)
 
     @property
     def _nothing(self) -> bool:
@@ -245,7 +337,8 @@ class Yardstick:
 
     def judge(self, got: dict[str, torch.Tensor], name: str = "call") -> list[Result]:
         """One result for every output that the call has; an output that is missing has failed."""
-        return [self._judge(name, output, got.get(output)) for output in OUTPUTS if output in self.expected]
+        outputs = (*OUTPUTS, *(f"d{tensor}" for tensor in TRAINED))
+        return [self._judge(name, output, got.get(output)) for output in outputs if output in self.expected]
 
     def _judge(self, name: str, output: str, got: torch.Tensor | None) -> Result:
         want, bound = self.expected[output], self.bound[output]
@@ -255,6 +348,8 @@ class Yardstick:
 
         q = self.call.q
         dtype = torch.promote_types(q.dtype, torch.float32) if output == "lse" else q.dtype
+        if output[1:] in TRAINED:
+            dtype = getattr(self.call.spec.tensors, output[1:]).dtype
         if got is None:
             return fail(f"{output} is missing")
         if got.shape != want.shape or got.dtype != dtype:
@@ -272,9 +367,9 @@ class Yardstick:
         differ = value.isinf() & (value != want) | want.isinf() & (value != want)
         if bool(differ.any()):
             return fail(f"infinity in the wrong place: {spot(differ)}")
-        silent = self._silent["k" if output in ("dk", "dv") else "q"]
-        if output != "lse" and bool(silent.any()):
-            loud = (value != 0) & silent[:, None]
+        silent = self._silent.get(output)
+        if silent is not None and bool(silent.any()):
+            loud = (value != 0) & silent
             if bool(loud.any()):
                 return fail(f"not exactly 0 where nothing is seen: {spot(loud)}", float(value[loud].abs().max()))
         difference = torch.where(want.isinf(), 0.0, value - want).abs()

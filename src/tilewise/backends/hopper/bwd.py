@@ -121,6 +121,8 @@ def _consumer(
         if keys.KEEPS:
             head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
             kept = KeptDs(ds_desc, stages, head, key_row, C)
+            # Tiles were passed over since the last copy, so this head may begin with the slot that it still reads.
+            tma.store_wait(0)
         else:
             kept = key_row
         step = _pass_over(own_lo - lo, step, q_ring, do_ring)

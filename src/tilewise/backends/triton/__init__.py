@@ -1,7 +1,8 @@
 """Portable Triton kernels, and the launches that bind a problem's tensors to them.
 
-``forward`` and ``backward`` look up the plan of each kernel, which keeps what it compiled, and run it on their tensors; the
-compile-only tests turn the same plans into ``Launch`` values and compile them for a device that is not there.
+A ``Plan`` holds all of a launch but the tensors. ``forward`` and ``backward`` of a call whose spec names no tensor look up the plan
+of each kernel, which keeps what it compiled; a call with such tensors makes its plans anew, since they hold those tensors. The
+compile-only tests turn plans into ``Launch`` values and compile them for a device that is not there.
 """
 
 from __future__ import annotations
@@ -16,14 +17,29 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
+from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
-from ..launching import Launch, Plan
-from . import bwd, fwd
+from ...spec import NO_TENSORS, Tensors
+from ..launching import Launch, Plan, broadcast_strides
+from . import bwd, dbias, fwd
+from .table import make_table
 
-__all__ = ["Launch", "backward", "forward", "launch_delta", "launch_dkdv", "launch_dq", "launch_fwd"]
+__all__ = [
+    "Launch",
+    "backward",
+    "forward",
+    "geometries",
+    "launch_dbias",
+    "launch_delta",
+    "launch_dkdv",
+    "launch_dq",
+    "launch_fwd",
+    "make_table",
+]
 
 LOG2_E = 1.4426950408889634
 _GRID_LIMIT = 65_535  # of the second and third dim of a grid
+_FAR_STRIDE = 2**22  # from here on 256 rows or keys of a bias tile reach beyond 32 bits
 _DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
@@ -94,18 +110,87 @@ def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tu
     return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
+def _masked(mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments from ``mask`` to ``table_width``, and what they change among the options."""
+    if mask is None:
+        return (None, None, 0, 0, 0), {}
+    # There may be masked tiles whatever the lengths are.
+    return (_mask_arguments(mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+
+
+def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
+    tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask)
+    return tensors, tuple(None if t is None else broadcast_strides(t) for t in tensors)
+
+
+def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
+    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table)
+    return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
+
+
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
+    passes = ["fwd", *(["dq"] if "q" in problem.grad else [])]
+    if set(problem.grad) & set("kv"):
+        passes += ["dv", "dk"] if configs.splits_dkdv(problem) else ["dkdv"]
+    found = ((configs.lookup(problem, name), name in configs.KEYS_RESIDENT) for name in passes)
+    return [(config.block_m, config.block_n, transposed) for config, transposed in found]
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(problem: Problem) -> tuple[float, tuple[str, ...]]:
+    """The unit of the scores (log2(e), or 1 where they are natural), and the names of the steps."""
+    steps = problem.spec.steps
+    return 1.0 if "bias" in steps else LOG2_E, steps
+
+
+def _scores(problem: Problem, tensors: Tensors, config: Config) -> tuple[Any, dict[str, Any]]:
+    """The argument ``score`` of the kernels, and the options of the score steps (``scores.scored``)."""
+    unit, steps = _steps(problem)
+    if not steps:
+        return None, {"STEPS": (), "NATURAL": False, "TAILS": ()}
+    cap = (problem.spec.softcap or 0.0) * unit
+    given = (None if t is None else (t, broadcast_strides(t)) for t in (tensors.slopes, tensors.bias))
+    if tensors.bias is not None and max(broadcast_strides(tensors.bias)[2:]) >= _FAR_STRIDE:
+        steps = tuple("bias_far" if step == "bias" else step for step in steps)
+    tails = (problem.seqlen_q % config.block_m != 0, problem.seqlen_k % config.block_n != 0)
+    return ((cap, 1.0 / cap) if cap else None, *given), {"STEPS": steps, "NATURAL": unit == 1.0, "TAILS": tails}
+
+
+def _place(problem: Problem, step: str) -> str:
+    """Does the gradient of a step feel the derivative of a softcap "after" which it comes, or "before" which?"""
+    steps = problem.spec.steps
+    return "before" if "softcap" in steps and steps.index(step) < steps.index("softcap") else "after"
+
+
+def _sink(tensors: Tensors) -> Any:
+    return None if tensors.sink is None else (tensors.sink, broadcast_strides(tensors.sink))
+
+
 def _columns(problem: Problem, names: str) -> tuple[int, ...]:
     """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do."""
     return tuple(padded(problem.head_dim if name == "q" else problem.head_dim_v) for name in names)
 
 
-@functools.lru_cache(maxsize=4096)
-def _fwd_plan(problem: Problem, config: Config) -> Plan:
+def _fwd(
+    problem: Problem,
+    config: Config,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    kept: torch.Tensor | None = None,
+) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, False)
+    masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors, config)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
-    numbers = (*scalars, abs(p.sm_scale) * LOG2_E, triton.cdiv(p.seqlen_q, config.block_m))
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, {**options, "NEGATIVE": p.sm_scale < 0})
+    numbers = (
+        *(*masked, score, _sink(tensors), kept),
+        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m)),
+    )
+    options = {**options, **masked_options, **score_options, "NEGATIVE": p.sm_scale < 0}
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,30 +205,67 @@ def _delta_plan(problem: Problem, has_dlse: bool) -> Plan:
     return Plan(bwd._delta_kernel, grid, (None, None), (p.heads_q, p.seqlen_q, m_blocks), options)
 
 
-@functools.lru_cache(maxsize=4096)
-def _dkdv_plan(problem: Problem, config: Config, need_dk: bool, need_dv: bool) -> Plan:
+def _dkdv(
+    problem: Problem,
+    config: Config,
+    need_dk: bool,
+    need_dv: bool,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, True)
+    masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
     tiles = tuple(zip(rows, _columns(p, "qqvvqv"), strict=True))
-    numbers = (*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n))
-    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, {**options, "NEED_DK": need_dk, "NEED_DV": need_dv})
+    numbers = (
+        *(*masked, score),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
+    )
+    options = {**options, **masked_options, **score_options, "NEED_DK": need_dk, "NEED_DV": need_dv}
+    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options)
 
 
-@functools.lru_cache(maxsize=4096)
-def _dq_plan(problem: Problem, config: Config) -> Plan:
+def _dq(
+    problem: Problem,
+    config: Config,
+    need_dq: bool,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    dslopes: torch.Tensor | None = None,
+) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, False)
+    masked, masked_options = _masked(mask)
+    score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
-    numbers = (*scalars, p.sm_scale * LOG2_E, p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m))
-    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, options)
+    numbers = (
+        *(*masked, score, dslopes),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
+    )
+    needs = {"NEED_DQ": need_dq, "DSLOPES": "" if dslopes is None else _place(p, "alibi")}
+    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs})
+
+
+# The plans of calls without tensors in their spec.
+_fwd_plan, _dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_fwd, _dkdv, _dq))
 
 
 def launch_fwd(
-    problem: Problem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    kept: torch.Tensor | None = None,
 ) -> Launch:
-    return _fwd_plan(problem, config).launch(q, k, v, o, lse)
+    return _fwd(problem, config, mask, tensors, kept).launch(q, k, v, o, lse)
 
 
 def launch_delta(
@@ -170,8 +292,10 @@ def launch_dkdv(
     delta: torch.Tensor,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
 ) -> Launch:
-    plan = _dkdv_plan(problem, config, dk is not None, dv is not None)
+    plan = _dkdv(problem, config, dk is not None, dv is not None, mask, tensors)
     return plan.launch(q, k, v, do, *_outputs(k, v, dk, dv), lse, delta)
 
 
@@ -184,14 +308,67 @@ def launch_dq(
     do: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    dq: torch.Tensor,
+    dq: torch.Tensor | None,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    dslopes: torch.Tensor | None = None,
 ) -> Launch:
-    return _dq_plan(problem, config).launch(q, k, v, do, dq, lse, delta)
+    """``dslopes`` (batch, heads_q, seqlen_q): what each row adds to the gradient of its slope."""
+    plan = _dq(problem, config, dq is not None, mask, tensors, dslopes)
+    return plan.launch(q, k, v, do, q if dq is None else dq, lse, delta)
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def launch_dbias(
+    problem: Problem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    grad: torch.Tensor,
+    tensors: Tensors,
+    mask: MaskTensors | None = None,
+) -> Launch:
+    p = problem
+    _, scalars, options = _settings(p, config, False)
+    score, score_options = _scores(p, tensors, config)
+    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
+    batch, heads, queries, keys = (n == 1 for n in grad.shape)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
+    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
+    grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
+    heads_q, *others = scalars
+    numbers = (
+        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score),
+        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
+        *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
+    )
+    own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "FLAT": flat}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED")}
+    plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
+    return plan.launch(q, k, v, do, grad, lse, delta)
+
+
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    _fwd_plan(problem, configs.lookup(problem, "fwd")).run(q, k, v, o, lse)
+    config = configs.lookup(problem, "fwd")
+    if tensors is NO_TENSORS:
+        _fwd_plan(problem, config).run(q, k, v, o, lse)
+        return
+    with torch.cuda.device_of(q):
+        kept = rows if problem.keeps_rows else None
+        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept).run()
 
 
 def backward(
@@ -206,16 +383,59 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface)."""
     # delta has no use for dv alone, but then it only has to be readable memory.
-    delta = torch.empty_like(lse) if dq is not None or dk is not None else lse
+    more = any(t is not None for t in (dq, dk, grads.bias, grads.slopes, grads.sink))
+    delta = torch.empty_like(lse) if more else lse
     if delta is not lse:
         _delta_plan(problem, dlse is not None).run(o, do, lse if dlse is None else dlse.contiguous(), lse, delta)
     together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
+    together = [each for each in together if each[1] is not None or each[2] is not None]
+    if tensors is not NO_TENSORS:
+        with torch.cuda.device_of(q):
+            _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)
+        return
     for name, dk_out, dv_out in together:
-        if dk_out is not None or dv_out is not None:
-            plan = _dkdv_plan(problem, configs.lookup(problem, name), dk_out is not None, dv_out is not None)
-            plan.run(q, k, v, do, *_outputs(k, v, dk_out, dv_out), lse, delta)
+        plan = _dkdv_plan(problem, configs.lookup(problem, name), dk_out is not None, dv_out is not None)
+        plan.run(q, k, v, do, *_outputs(k, v, dk_out, dv_out), lse, delta)
     if dq is not None:
-        _dq_plan(problem, configs.lookup(problem, "dq")).run(q, k, v, do, dq, lse, delta)
+        _dq_plan(problem, configs.lookup(problem, "dq"), True).run(q, k, v, do, dq, lse, delta)
+
+
+def _backward_with(
+    problem: Problem,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor | None,
+    together: list[tuple[str, torch.Tensor | None, torch.Tensor | None]],
+    tensors: Tensors,
+    rows: torch.Tensor | None,
+    grads: Tensors,
+) -> None:
+    """The rest of ``backward`` where the spec names tensors; ``together``: the passes over resident keys and their outputs."""
+    # What the weights of a row are measured from (``scores.weights``).
+    pivots = rows if problem.keeps_rows and rows is not None else lse
+    given = (q, k, v, do, pivots, delta)
+    for name, dk, dv in together:
+        config = configs.lookup(problem, name)
+        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, transposed=True), tensors).run()
+    if dq is not None or grads.slopes is not None:
+        config = configs.lookup(problem, "dq")
+        by_row = None if grads.slopes is None else torch.empty_like(lse)
+        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config), tensors, by_row).run()
+        if by_row is not None:
+            grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
+    if grads.bias is not None:
+        launch_dbias(problem, configs.lookup(problem, "dbias"), *given, grads.bias, tensors, MaskTensors.of(tensors)).run()
+    if grads.sink is not None:
+        # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
+        weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))
+        grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))

@@ -14,7 +14,21 @@ Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p 
 import triton
 import triton.language as tl
 
-from .parts import LENGTHS, LOG2_E, allowed, load_tile, operand, schedule, store_tile, tile_range
+from .parts import (
+    LENGTHS,
+    LOG2_E,
+    allowed,
+    key_terms,
+    listed,
+    load_tile,
+    operand,
+    query_terms,
+    schedule,
+    seen,
+    store_tile,
+    tile_range,
+)
+from .scores import load_rows, scored, slope_gradient, weights
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -44,26 +58,50 @@ def _load_lse2(lse_ptr, rows, inside):
 
 
 @triton.jit
+def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
+    """What the weights of rows are measured from: ``(lse2, 0)``, or what ``lse_ptr`` holds of natural scores."""
+    if NATURAL:
+        return load_rows(lse_ptr, rows, inside)
+    else:
+        lse2 = _load_lse2(lse_ptr, rows, inside)
+        return lse2, tl.zeros_like(lse2)
+
+
+@triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Stream the query tiles ``first .. last`` of one head past the resident key tile."""
+    """Stream the query tiles ``first .. last`` (or at these places of a list) of one head past the resident key tile."""
     for m_block in tl.range(first, last):
+        if tiles is not None:
+            m_block = tl.load(tiles + m_block)
         start_m = m_block * BLOCK_M
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
         # k q^T rather than the transpose of q k^T: a transposed result of one product as operand of the next is miscompiled by some
         # versions of Triton.                                                                       [BLOCK_N, BLOCK_M]
         qk_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
-        p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
+        if len(STEPS) > 0:
+            lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
+            s_t, slope = scored(
+                qk_t * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
+                STEPS, NATURAL, TAILS, DTYPE,
+            )  # fmt: skip
+            p_t = weights(s_t, lse2[None, :], log_l[None, :], NATURAL)
+        else:
+            lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+            p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
         if MASKED:
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            if mask is not None:
+                of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
         if NEED_DV:
@@ -72,6 +110,8 @@ def _dkdv_tiles(
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
+            if len(STEPS) > 0:
+                ds_t *= slope
             dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -79,8 +119,9 @@ def _dkdv_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    mask, table, table_batch, table_head, table_width, score,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -100,24 +141,31 @@ def _dkdv_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
     )
+    of_key = key_terms(mask, batch, kv_pos, seqlen_k)
     for member in range(group):
         head = head_kv * group + member
         head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
-        if HAS_UPPER:
+        tiles = None
+        if table is not None:
+            tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, n_block)
+        if HAS_UPPER and table is None:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
+                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
+            STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
+                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
@@ -129,41 +177,62 @@ def _dkdv_kernel(
 
 @triton.jit
 def _dq_tiles(
-    dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+    dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Stream the key tiles ``first .. last`` past the resident query tile."""
+    """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
+        if tiles is not None:
+            n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
         # [BLOCK_M, BLOCK_N]
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        p = tl.math.exp2(qk * qk_scale2 - lse2[:, None])
+        if len(STEPS) > 0:
+            s, slope = scored(
+                qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
+                STEPS, NATURAL, TAILS, DTYPE,
+            )  # fmt: skip
+            p = weights(s, lse2[:, None], log_l[:, None], NATURAL)
+        else:
+            p = tl.math.exp2(qk * qk_scale2 - lse2[:, None])
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
+            if mask is not None:
+                of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
             p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
-    return dq
+        if DSLOPES != "":
+            dslope += slope_gradient(ds, slope, q_pos, start_n, DSLOPES)
+        if len(STEPS) > 0:
+            ds *= slope
+        if NEED_DQ:
+            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
+    return dq, dslope
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    mask, table, table_batch, table_head, table_width, score, dslopes_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries. Grid: query tiles x query heads x batch."""
+    """dq of one tile of queries, and what its rows add to the gradient of a slope. Grid: query tiles x query heads x batch."""
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
@@ -172,30 +241,41 @@ def _dq_kernel(
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
     do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
-    lse2 = _load_lse2(lse_ptr, head_rows + offs_m, offs_m < seqlen_q)
+    lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    dslope = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     row_end = min(start_m + BLOCK_M, seqlen_q)
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    if HAS_LOWER:
-        dq = _dq_tiles(
-            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, lo, free_lo, True, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    tiles = None
+    if table is not None:
+        tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
+    if HAS_LOWER and table is None:
+        dq, dslope = _dq_tiles(
+            dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
-    dq = _dq_tiles(
-        dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, False, HAS_UPPER, HAS_LOWER,
-        DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+    dq, dslope = _dq_tiles(
+        dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+        seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+        score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
+        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
-        dq = _dq_tiles(
-            dq, q_tile, do_tile, lse2, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
-            seqlen_k, upper, lower, qk_scale2, free_hi, hi, True, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        dq, dslope = _dq_tiles(
+            dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
+            seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
-    dq = dq * sm_scale
-    store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    if DSLOPES != "":
+        tl.store(dslopes_ptr + head_rows + offs_m, dslope, mask=offs_m < seqlen_q)
+    if NEED_DQ:
+        dq = dq * sm_scale
+        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)

@@ -6,24 +6,44 @@ Invariant after every key tile: ``m_i`` is the maximum of the scores visited so 
 ``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.
 
 The key tiles of a query tile fall into masked edge | free middle | masked edge (``bodies.tile_range``). Tiles outside are never
-visited, and all three parts run the same step.
+visited, and all three parts run the same step. Where terms of the mask are tensors (``mask`` is not None), a list holds the free
+tiles of a query tile and then its masked ones (``plan.BlockTable``).
 """
 
 import triton
 import triton.language as tl
 
-from .parts import LENGTHS, LN_2, allowed, load_tile, operand, schedule, softmax_step, store_tile, tile_range
+from .parts import (
+    LENGTHS,
+    LN_2,
+    allowed,
+    key_terms,
+    listed,
+    load_tile,
+    operand,
+    query_terms,
+    schedule,
+    seen,
+    softmax_step,
+    store_tile,
+    tile_range,
+)
+from .scores import add_sink, natural_step, scored
 
 
 @triton.jit
 def _fwd_tiles(
     acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Stream the key tiles ``first .. last`` past the resident query tile."""
+    """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
+        if tiles is not None:
+            n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         # [BLOCK_N, BLOCK_D]
         k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
@@ -33,7 +53,20 @@ def _fwd_tiles(
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-        p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
+            if mask is not None:
+                of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+        if len(STEPS) > 0:
+            s, _ = scored(
+                qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
+                STEPS, NATURAL, TAILS, DTYPE,
+            )  # fmt: skip
+        if NATURAL:
+            p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)
+        elif len(STEPS) > 0:
+            p, alpha, m_i, l_i = softmax_step(s, ok, m_i, l_i, 1.0, MASKED)
+        else:
+            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
         acc = acc * alpha[:, None]
         # [BLOCK_N, BLOCK_DV]
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
@@ -44,7 +77,9 @@ def _fwd_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
+    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
     REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -70,28 +105,43 @@ def _fwd_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    if HAS_LOWER:
+    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    tiles = None
+    if table is not None:
+        tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
+    if HAS_LOWER and table is None:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, lo, free_lo, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-        upper, lower, free_lo, free_hi, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+        STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, free_hi, hi, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if sink is not None:
+        acc, l_i, m_i = add_sink(acc, l_i, m_i, sink, batch, head, NATURAL)
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
     lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+    if NATURAL:
+        log_l = tl.math.log2(l_safe) * LN_2
+        lse = tl.where(l_i == 0.0, -float("inf"), m_i + log_l)
+        if rows_ptr is not None:
+            tl.store(rows_ptr + (head_rows + offs_m) * 2, m_i, mask=offs_m < seqlen_q)
+            tl.store(rows_ptr + (head_rows + offs_m) * 2 + 1, log_l, mask=offs_m < seqlen_q)
     tl.store(lse_ptr + head_rows + offs_m, lse, mask=offs_m < seqlen_q)
     store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)

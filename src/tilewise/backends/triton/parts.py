@@ -24,11 +24,19 @@ def _shared(body):
 
 
 allowed = _shared(bodies.allowed)
+bound_tile = _shared(bodies.bound_tile)
+in_row = _shared(bodies.in_row)
+row_tile = _shared(bodies.row_tile)
+same_segment = _shared(bodies.same_segment)
+segment_tile = _shared(bodies.segment_tile)
 tile_range = _shared(bodies.tile_range)
 
 # Kernel arguments that never enter a compile key, so that one kernel serves every length, every window and every number of heads.
 # seqlen_q does enter, as "a multiple of 16 or not": rows of lse and delta that are known to be aligned load four at a time.
-LENGTHS = ("heads_q", "heads_kv", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "n_blocks")
+LENGTHS = (
+    *("heads_q", "heads_kv", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "n_blocks"),
+    *("table_batch", "table_head", "table_width"),
+)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -94,6 +102,76 @@ def store_tile(
         if SIZE != COLS:
             inside = inside & (offs_d[None, :] < SIZE)
         tl.store(ptrs, tile.to(dst.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def query_terms(mask, batch, head, offs_m, seqlen_q):
+    """What the mask's tensors say of the queries ``offs_m``: ``(segment, row_start, row_end)``, [BLOCK_M] each, 0 if there is none.
+
+    ``mask`` is None, or holds (segment_q, segment_k, row_start, row_end, dense), each None where the spec has no such term, and
+    their strides.
+    """
+    segment = 0
+    row_start = 0
+    row_end = 0
+    if mask is not None:
+        tensors = mask[0]
+        strides = mask[1]
+        rows = offs_m < seqlen_q
+        batch = batch.to(tl.int64)
+        head = head.to(tl.int64)
+        if tensors[0] is not None:
+            segment = tl.load(tensors[0] + batch * strides[0][0] + offs_m * strides[0][1], mask=rows, other=0)
+        if tensors[2] is not None:
+            start_at = batch * strides[2][0] + head * strides[2][1] + offs_m * strides[2][2]
+            end_at = batch * strides[3][0] + head * strides[3][1] + offs_m * strides[3][2]
+            row_start = tl.load(tensors[2] + start_at, mask=rows, other=0)
+            row_end = tl.load(tensors[3] + end_at, mask=rows, other=0)
+    return segment, row_start, row_end
+
+
+@triton.jit
+def key_terms(mask, batch, offs_n, seqlen_k):
+    """What the mask's tensors say of the keys ``offs_n``: their segment, [BLOCK_N], 0 if there is none."""
+    segment = 0
+    if mask is not None:
+        tensors = mask[0]
+        strides = mask[1]
+        if tensors[1] is not None:
+            at = batch.to(tl.int64) * strides[1][0] + offs_n * strides[1][1]
+            segment = tl.load(tensors[1] + at, mask=offs_n < seqlen_k, other=0)
+    return segment
+
+
+@triton.jit
+def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, seqlen_q, seqlen_k, KEYS_FIRST: tl.constexpr):
+    """``ok`` and those terms of the mask that are tensors. The tile is [queries, keys], or [keys, queries] if KEYS_FIRST."""
+    tensors = mask[0]
+    strides = mask[1]
+    q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+    k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
+    if tensors[0] is not None:
+        ok = ok & same_segment(tl.expand_dims(of_query[0], q_axis), tl.expand_dims(of_key, k_axis))
+    if tensors[2] is not None:
+        row_start = tl.expand_dims(of_query[1], q_axis)
+        row_end = tl.expand_dims(of_query[2], q_axis)
+        ok = ok & in_row(tl.expand_dims(offs_n, k_axis), row_start, row_end)
+    if tensors[4] is not None:
+        rows = tl.expand_dims(offs_m, q_axis)
+        keys = tl.expand_dims(offs_n, k_axis)
+        at = batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
+        at = at + rows.to(tl.int64) * strides[4][2] + keys.to(tl.int64) * strides[4][3]
+        ok = ok & (tl.load(tensors[4] + at, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0) != 0)
+    return ok
+
+
+@triton.jit
+def listed(table, table_batch, table_head, table_width, batch, head, row):
+    """The list of tiles of row tile ``row``, and ``(lo, free_lo, free_hi, hi)``: which of its places are free and which masked."""
+    at = (batch * table_batch + head * table_head + row).to(tl.int64)
+    free = tl.load(table[0] + at * 2)
+    masked = tl.load(table[0] + at * 2 + 1)
+    return table[1] + at * table_width, 0, 0, free, free + masked
 
 
 @triton.jit

@@ -1,0 +1,139 @@
+"""The table of tiles of a mask whose tensors are ids and intervals, in one kernel: ``plan.block_table(plan.tile_kinds(...))``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
+from ...problem import Problem
+from ..launching import Launch, broadcast_strides
+from .parts import LENGTHS, bound_tile, row_tile, segment_tile
+
+__all__ = ["launch_table", "make_table"]
+
+CHUNK = 16  # tiles of columns that are judged at once
+_GRID_LIMIT = 65_535
+
+
+@triton.jit
+def _least_and_largest(ptr, stride, tiles, length, BLOCK: tl.constexpr):
+    """Of each tile: [TILES] each. Lanes past the end read the last element once more."""
+    offs = tiles[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(ptr + tl.minimum(offs, length - 1) * stride)
+    return tl.min(values, 1), tl.max(values, 1)
+
+
+@triton.jit
+def _judge(
+    mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of each pair of tiles: may a query see a key there, and does each see each? One of ``q_tiles`` and ``k_tiles`` has size 1."""
+    tensors = mask[0]
+    strides = mask[1]
+    end_q = tl.minimum(q_tiles * BLOCK_M + BLOCK_M, seqlen_q)
+    end_k = tl.minimum(k_tiles * BLOCK_N + BLOCK_N, seqlen_k)
+    first_k = k_tiles * BLOCK_N
+    seen, free = bound_tile(
+        q_start + q_tiles * BLOCK_M, q_start + end_q - 1, first_k, end_k - 1, upper, lower, HAS_UPPER, HAS_LOWER
+    )
+    # The end of what is streamed needs the mask.
+    if TRANSPOSED:
+        free = free & (end_q == q_tiles * BLOCK_M + BLOCK_M)
+    else:
+        free = free & (end_k == first_k + BLOCK_N)
+    if tensors[0] is not None:
+        q_lo, q_hi = _least_and_largest(tensors[0] + batch * strides[0][0], strides[0][1], q_tiles, seqlen_q, BLOCK_M)
+        k_lo, k_hi = _least_and_largest(tensors[1] + batch * strides[1][0], strides[1][1], k_tiles, seqlen_k, BLOCK_N)
+        some, every = segment_tile(q_lo, q_hi, k_lo, k_hi)
+        seen = seen & some
+        free = free & every
+    if tensors[2] is not None:
+        starts = tensors[2] + batch * strides[2][0] + head * strides[2][1]
+        ends = tensors[3] + batch * strides[3][0] + head * strides[3][1]
+        start_lo, start_hi = _least_and_largest(starts, strides[2][2], q_tiles, seqlen_q, BLOCK_M)
+        end_lo, end_hi = _least_and_largest(ends, strides[3][2], q_tiles, seqlen_q, BLOCK_M)
+        some, every = row_tile(first_k, end_k, start_lo, start_hi, end_lo, end_hi)
+        seen = seen & some
+        free = free & every
+    return seen, seen & free
+
+
+@triton.jit(do_not_specialize=(*LENGTHS, "seqlen_q"))
+def _table_kernel(
+    mask, counts, tiles, table_batch, table_head, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The list of one tile of rows. Grid: row tiles x heads x batch."""
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    at = batch * table_batch + head * table_head + row
+    own = tl.full([1], 0, tl.int32) + row
+    n_free = 0
+    n_masked = 0
+    for first in tl.range(0, table_width, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        q_tiles = columns if TRANSPOSED else own
+        k_tiles = own if TRANSPOSED else columns
+        seen, free = _judge(
+            mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
+            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        inside = columns < table_width
+        n_free += tl.sum((free & inside).to(tl.int32), 0)
+        n_masked += tl.sum((seen & (free == 0) & inside).to(tl.int32), 0)
+    tl.store(counts + at * 2, n_free)
+    tl.store(counts + at * 2 + 1, n_masked)
+    # Where the next free, masked and empty tile goes.
+    to_free = 0
+    to_masked = n_free
+    to_empty = n_free + n_masked
+    for first in tl.range(0, table_width, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        q_tiles = columns if TRANSPOSED else own
+        k_tiles = own if TRANSPOSED else columns
+        seen, free = _judge(
+            mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
+            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        inside = columns < table_width
+        is_free = (free & inside).to(tl.int32)
+        is_masked = (seen & (free == 0) & inside).to(tl.int32)
+        is_empty = ((seen == 0) & inside).to(tl.int32)
+        place = tl.where(is_free == 1, to_free + tl.cumsum(is_free, 0), to_masked + tl.cumsum(is_masked, 0))
+        place = tl.where(is_empty == 1, to_empty + tl.cumsum(is_empty, 0), place) - 1
+        tl.store(tiles + at * table_width + place, columns, mask=inside)
+        to_free += tl.sum(is_free, 0)
+        to_masked += tl.sum(is_masked, 0)
+        to_empty += tl.sum(is_empty, 0)
+
+
+def launch_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool, table: BlockTable) -> Launch:
+    p = problem
+    upper, lower, has_upper, has_lower = p.bounds
+    batch, heads, rows, _ = table.tiles.shape
+    tensors = ((*mask[:4],), tuple(None if t is None else broadcast_strides(t) for t in mask[:4]))
+    args = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
+    options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(_table_kernel, (rows, heads, batch), args, {**options, "CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True})
+
+
+def make_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool) -> BlockTable:
+    """The table of a mask for these tile sizes."""
+    p = problem
+    batch, heads = extents_of(mask)
+    if mask.dense is not None or max(batch, heads) > _GRID_LIMIT:
+        return block_table(tile_kinds(p, mask, block_m, block_n, transposed), transposed)
+    device = next(t.device for t in mask if t is not None)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, block_m), triton.cdiv(p.seqlen_k, block_n)
+    rows, width = (n_blocks, m_blocks) if transposed else (m_blocks, n_blocks)
+    table = BlockTable(
+        torch.empty((batch, heads, rows, 2), dtype=torch.int32, device=device),
+        torch.empty((batch, heads, rows, width), dtype=torch.int32, device=device),
+    )
+    launch_table(p, mask, block_m, block_n, transposed, table).run()
+    return table

@@ -1,0 +1,101 @@
+"""The batching rules of the operators: under ``torch.func.vmap`` the mapped dim is folded into the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .operands import DIMS, full_rank
+from .spec import SLOTS
+
+__all__ = ["backward_rule", "forward_rule"]
+
+_SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
+
+
+def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+    """The batched dim of ``t`` (``None``: it is the same for all) folded into its first dim."""
+    if t is None:
+        return None
+    batched = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return batched.flatten(0, 1)
+
+
+def _sample(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """One sample of a tensor that may be batched."""
+    return t if dim is None else t.select(dim, 0)
+
+
+def _folded_operand(slot: str, t: torch.Tensor | None, dim: int | None, size: int, batch: int, apart: bool) -> Any:
+    """A tensor of the spec for the folded batch. One that no sample has to itself, and that all batches share, stays as it is."""
+    if t is None or "b" not in DIMS[slot]:
+        return t
+    full = full_rank(slot, _sample(t, dim))
+    if dim is None and full.shape[0] == 1 and not apart:
+        return full
+    if dim is None:
+        return full.expand(size, batch, *full.shape[1:]).flatten(0, 1)
+    moved = t.movedim(dim, 0)
+    moved = moved.reshape(size, *(1,) * (len(DIMS[slot]) - moved.dim() + 1), *moved.shape[1:])
+    return moved.expand(size, batch, *moved.shape[2:]).flatten(0, 1)
+
+
+def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
+    return [*in_dims, *(None,) * (count - len(in_dims))]
+
+
+def _operands(args: Sequence[Any], dims: Sequence[Any], size: int, batch: int, grad: str) -> list[Any]:
+    """The tensors of the spec, folded. Empty if the call names none."""
+    if all(t is None for t in args):
+        return []
+    letters: dict[str, str] = {"bias": "b", "slopes": "a", "sink": "s"}
+    folded = zip(SLOTS, args, dims, strict=True)
+    return [_folded_operand(slot, t, dim, size, batch, letters.get(slot, "-") in grad) for slot, t, dim in folded]
+
+
+def _unfolded(t: torch.Tensor, size: int) -> tuple[torch.Tensor, int | None]:
+    """An output that nobody asked for has one dim and no elements: it has no batch to unfold."""
+    return (t.unflatten(0, (size, t.shape[0] // size)), 0) if t.dim() > 1 else (t, None)
+
+
+def forward_rule(op: Any) -> Any:
+    """Arguments: q, k, v, five that are no tensors, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, dims = info.batch_size, _dims(in_dims, 8 + len(SLOTS))
+        args = (*args, *(None,) * (8 + len(SLOTS) - len(args)))
+        batch = _sample(args[0], dims[0]).shape[0]
+        folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
+        outputs = op(*folded, *args[3:8], *_operands(args[8:], dims[8:], size, batch, ""))
+        return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
+
+    return rule
+
+
+def backward_rule(op: Any) -> Any:
+    """Arguments: do, dlse, q, k, v, o, lse, five that are no tensors, rows, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, dims = info.batch_size, _dims(in_dims, 13 + len(SLOTS))
+        args = (*args, *(None,) * (13 + len(SLOTS) - len(args)))
+        batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
+        folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
+        rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
+        operands = _operands(args[13:], dims[13:], size, batch, grad)
+        outputs = op(*folded, *args[7:12], *((rows, *operands) if operands else ()))
+        results = [_unfolded(t, size) for t in outputs[:3]]
+        for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
+            if letter not in grad:
+                results.append((g, None))
+                continue
+            own = _sample(t, dim)
+            slot = SLOTS["bas".index(letter)]
+            g = g.unflatten(0, (size, batch))
+            if full_rank(slot, own).shape[0] == 1:
+                g = g.sum(1, keepdim=True)
+            results.append((g.reshape(size, *own.shape), 0))
+        return tuple(zip(*results, strict=True))
+
+    return rule
