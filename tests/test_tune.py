@@ -90,7 +90,7 @@ def test_the_loop_checks_first_times_in_turn_and_writes_what_pays(folder, few, m
     out = capsys.readouterr().out
     assert "32x32 w4 s1" in out
     assert "+20.0%  record" in out
-    assert "1 wrong, not timed:\n  triton forward 32x16 w4 s1: 64x64 o: error" in out
+    assert "1 gave a wrong result, not timed:\n  triton forward 32x16 w4 s1: 64x64 o: error" in out
     assert configs.lookup(problem, "fwd") == GOOD  # in this very process
     assert str(path) in configs.origin(problem, "fwd")
     content = json.loads(path.read_text())
@@ -116,7 +116,7 @@ def test_a_present_choice_that_is_wrong_is_replaced(folder, few, monkeypatch):
     assert command.rows_of(done, "2026-01-02")[0]["config"] == [32, 32, 4, 1]
 
 
-def test_a_candidate_that_fails_is_one_line(folder, few, monkeypatch):
+def test_a_candidate_that_fails_is_one_line(folder, few, monkeypatch, capsys):
     module = module_of("triton")
     real = module.forward
 
@@ -128,7 +128,9 @@ def test_a_candidate_that_fails_is_one_line(folder, few, monkeypatch):
     monkeypatch.setattr(module, "forward", forward)
     _, clock, done = tuned(monkeypatch, {NOW: [1.0, 1.0], GOOD: [1.0, 1.0], SLOW: [1.0, 1.0]})
     assert BAD not in clock.order
-    assert "ptxas fatal" in next(m.wrong for m in done[0].measured if m.config == BAD)
+    assert "ptxas fatal" in next(m.failed for m in done[0].measured if m.config == BAD)
+    assert command.finish(done, [1], records.user_file("cpu"), command.header("cpu", "cpu")) == 0
+    assert "1 did not run here, not timed:\n  triton forward 32x16 w4 s1: BackendBroken" in capsys.readouterr().out
 
 
 def test_backward_kernels_are_run_alone(folder, few, monkeypatch):
@@ -261,6 +263,7 @@ def test_dry_run_takes_the_backend_of_the_device_and_one_pass(folder, capsys):
         (["--problem", "seqlen=8"], "head_dim=... is missing"),
         (["--problem", SM90 + " grad=q"], "grad is 'q', expected qkv"),
         (["--problem", SM90 + " layout=strided"], "layout=strided"),
+        (["--problem", SM90.replace("causal", "causal,bias")], "its mask names tensors (bias)"),
         (["--problem", SM90.replace("4096", "0")], "an extent is zero"),
         (["--problem", "seqlen=64 head_dim=300 arch=sm_90"], "'auto' takes backend 'torch', which has nothing to tune"),
         (["--problem", SM90.replace("=128", "=80"), "--backend", "hopper"], "backend 'hopper' refuses"),
@@ -294,3 +297,23 @@ def test_one_problem_on_the_gpu(folder, tmp_path, capsys):
     problem = "batch=2 heads=8 seqlen=1024 head_dim=64 mask=causal"
     assert main(["tune", "--problem", problem, "--passes", "fwd", "--budget", "60", "--out", str(out)]) == 0
     assert "TFLOP/s" in capsys.readouterr().out
+
+
+def test_kernels_are_compiled_ahead_in_processes_without_a_gpu(few, tmp_path, monkeypatch):
+    from tilewise.cli._tune import compile as ahead
+
+    problems = [Problem.parse(f"seqlen={n} head_dim=16 mask=causal grad=qkv arch=sm_80") for n in (64, 80)]
+    jobs = ahead.jobs_of(problems, ["fwd", "dq"])
+    assert len(jobs) == len(set(jobs)) == 2 * sum(
+        c.why is None for kernel in ("fwd", "dq") for c in candidates(problems[0], "triton", kernel)
+    )
+    assert ahead.compile_ahead(jobs, "sm_80") == 0  # here kernels are interpreted
+    monkeypatch.setattr(ahead, "runtime", lambda: command.Runtime((3, 9)))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    steps = []
+    bad = ("seqlen=64 head_dim=16 arch=sm_80", "fwd", (48, 16, 4, 1))
+    assert ahead.compile_ahead([jobs[0], bad], "sm_80", steps.append, workers=1) == 1
+    assert len(steps) == 2
+    assert list(tmp_path.rglob("*.cubin"))
+    assert ahead.compile_ahead(jobs[:1], "sm_80", until=0.0) == 0

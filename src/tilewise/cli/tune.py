@@ -24,6 +24,7 @@ from ..problem import Problem
 from ..select import choose
 from ._bench.cases import GRIDS
 from ._tune.candidates import NAMES, candidates, flop, kernels, picked, short
+from ._tune.compile import compile_ahead, jobs_of
 from ._tune.work import LEAST_GAIN, REST, ROUNDS, Timer, Tuning, best_of, small_calls, tune_kernel
 from .bench import _bar
 from .explain import pairs
@@ -35,8 +36,8 @@ Measure configs (tile sizes, warps, stages, forms of a kernel) on this machine's
 
 Every candidate is first held against float64 on small problems of the same kind, whole tiles and ragged ones, with every
 allocation filled with NaN; one that is wrong is reported and never timed. The others are timed in turn, each after the same
-rest: the best of {ROUNDS} medians of Triton's do_bench. Where the best is at least {LEAST_GAIN:.0%} faster than the present choice it is
-written to a file of your own, which every later call of tilewise asks before the records that ship with it:
+rest: the best of {ROUNDS} medians of Triton's do_bench. Where the best is at least {LEAST_GAIN:.0%} faster than the present choice,
+it is written to a file of your own, which every later call of tilewise asks before the records that ship with it:
 
   $TILEWISE_CONFIG_DIR/ARCH.json, or ~/.config/tilewise/ARCH.json (with $XDG_CONFIG_HOME in the place of ~/.config)
 
@@ -123,6 +124,9 @@ def _problems(args: argparse.Namespace, dry: bool) -> list[Problem]:
             raise InvalidInput(f"problem {text!r}: grad is {problem.grad!r}, expected qkv or no such word for the backward pass.")
         if problem.is_empty:
             raise InvalidInput(f"problem {text!r}: an extent is zero, expected something to time.")
+        if problem.operands:
+            words = ", ".join(o.slot for o in problem.operands)
+            raise InvalidInput(f"problem {text!r}: its mask names tensors ({words}), which no record tells apart: leave them out.")
         if not problem.bulk and problem.head_dim * problem.itemsize % 16 == 0:
             raise InvalidInput(f"problem {text!r}: layout=strided is given, but a record serves every layout: leave the word out.")
         out.append(problem)
@@ -198,7 +202,7 @@ def tune(
 
     until = time.monotonic() + budget
     done: list[Tuning] = []
-    right: dict[tuple[Any, ...], str] = {}
+    judged: dict[tuple[Any, ...], tuple[str, str]] = {}
     checks: dict[Problem, list[Any]] = {}
     with closing(_bar()) as bar:
         for problem, backend, kernel in work:
@@ -206,11 +210,17 @@ def tune(
                 break
             legal = sum(c.why is None for c in candidates(problem, backend, kernel))
             where = f"N {problem.seqlen_k} D {problem.head_dim}"
-            bar.phase(f"{NAMES[kernel]}, {where}", legal * (1 + ROUNDS))
+            step = bar.step
             if problem not in checks:
                 checks = {problem: [Yardstick(call) for call in small_calls(problem, device)]}
-            step = bar.step
-            done.append(tune_kernel(problem, backend, kernel, device, checks[problem], right, timer, step, until, rest))
+                names = [k for p, b, k in work if (p, b) == (problem, "triton")]
+                # The two ragged calls share their kernels.
+                jobs = jobs_of([problem, *(c.call.problem for c in checks[problem][:2])], names) if names else []
+                if jobs and torch.device(device).type == "cuda":
+                    bar.phase(f"compile, {where}", len(jobs))
+                    compile_ahead(jobs, problem.arch.name, step, until)
+            bar.phase(f"{NAMES[kernel]}, {where}", legal * (1 + ROUNDS))
+            done.append(tune_kernel(problem, backend, kernel, device, checks[problem], judged, timer, step, until, rest))
     return done
 
 
@@ -268,11 +278,13 @@ def _target(args: argparse.Namespace, arch: str) -> Path:
 def finish(done: list[Tuning], work: list[Any], path: Path, head: dict[str, Any]) -> int:
     """Print the table and write the records."""
     wrong = [(t, m) for t in done for m in t.measured if m.wrong]
+    failed = [(t, m) for t in done for m in t.measured if m.failed]
     print(table(done))
-    if wrong:
-        print(f"\n{len(wrong)} wrong, not timed:")
-        for t, m in wrong:
-            print(f"  {t.backend} {NAMES[t.kernel]} {short(m.config)}: {m.wrong}\n    {t.problem}")
+    for found, title in ((wrong, "gave a wrong result, not timed"), (failed, "did not run here, not timed")):
+        if found:
+            print(f"\n{len(found)} {title}:")
+        for t, m in found:
+            print(f"  {t.backend} {NAMES[t.kernel]} {short(m.config)}: {m.wrong or m.failed}\n    {t.problem}")
     if len(done) < len(work):
         print(f"\nOut of time: {len(work) - len(done)} of {len(work)} kernels were not looked at. Give more with --budget.")
     rows = rows_of(done, head["date"])

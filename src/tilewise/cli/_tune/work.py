@@ -32,10 +32,12 @@ Progress = Callable[[str], None]  # told of every step
 
 @dataclass
 class Measured:
-    """A candidate that was looked at. ``wrong`` says what is wrong with it; ``ms`` is its best median."""
+    """A candidate that was looked at. ``wrong`` says how its result is wrong, ``failed`` why it did not run; ``ms`` is its best
+    median."""
 
     config: Any
     wrong: str = ""
+    failed: str = ""
     ms: float = float("inf")
 
 
@@ -116,8 +118,12 @@ def _is_used(problem: Problem, backend: str, kernel: str, config: Any) -> bool:
     return picked(problem, backend, kernel)[0] == config
 
 
-def _wrong(backend: str, kernel: str, config: Any, checks: list[Yardstick]) -> str:
-    """What is wrong with a config on the small calls; empty if nothing is."""
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _judged(backend: str, kernel: str, config: Any, checks: list[Yardstick]) -> tuple[str, str]:
+    """How the results of a config on the small calls are wrong, and why it did not run; both empty if all is well."""
     used = 0
     with _on_trial(backend, kernel, config):
         for check in checks:
@@ -129,12 +135,12 @@ def _wrong(backend: str, kernel: str, config: Any, checks: list[Yardstick]) -> s
                 with poison():
                     got = evaluate(call, backend)
             except Exception as error:  # a candidate that does not compile is one line, not the end
-                return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+                return "", _first_line(error)
             shape = f"{call.q.shape[2]}x{call.k.shape[2]}"
             bad = [r for r in check.judge(got, shape) if not r.ok and r.output in got]
             if bad:
-                return str(bad[0])
-    return "" if used else "it is not legal on any small problem, so that it cannot be checked"
+                return str(bad[0]), ""
+    return "", "" if used else "it is not legal on any small problem, so that it cannot be checked"
 
 
 def _timed(problem: Problem, kernel: str, backend: str, device: torch.device | str) -> tuple[Problem, Callable[[], None]]:
@@ -171,13 +177,13 @@ def tune_kernel(
     kernel: str,
     device: torch.device | str,
     checks: list[Yardstick],
-    right: dict[tuple[Any, ...], str],
+    judged: dict[tuple[Any, ...], tuple[str, str]],
     timer: Timer = best_of,
     progress: Progress = lambda text: None,
     until: float = float("inf"),
     rest: float = REST,
 ) -> Tuning:
-    """Check and time the candidates of one kernel. ``right``: verdicts by config, which problems of one kind share.
+    """Check and time the candidates of one kernel. ``judged``: verdicts by config, which problems of one kind share.
 
     ``until``: when to stop, as ``time.monotonic`` counts; what was not looked at by then is left out, ``complete`` says so.
     """
@@ -191,14 +197,19 @@ def tune_kernel(
             out.complete = False
             break
         key = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.group, str(problem.spec), backend, kernel, each.config)
-        if key not in right:
-            right[key] = _wrong(backend, kernel, each.config, checks)
-        out.measured.append(Measured(each.config, right[key]))
+        if key not in judged:
+            judged[key] = _judged(backend, kernel, each.config, checks)
+        out.measured.append(Measured(each.config, *judged[key]))
         progress("checked")
-    timed = [m for m in out.measured if not m.wrong]
+    timed = [m for m in out.measured if not m.wrong and not m.failed]
     if not timed:
         return out
-    bound, run = _timed(problem, kernel, backend, device)
+    try:
+        bound, run = _timed(problem, kernel, backend, device)
+    except torch.OutOfMemoryError as error:
+        for m in timed:
+            m.failed = _first_line(error)
+        return out
     for turn in range(ROUNDS):
         for m in timed:
             if time.monotonic() > until and turn:
@@ -212,6 +223,6 @@ def tune_kernel(
                 try:
                     m.ms = min(m.ms, timer(run))
                 except Exception as error:
-                    m.wrong = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+                    m.failed, m.ms = _first_line(error), float("inf")
             progress("timed")
     return out
