@@ -317,3 +317,8 @@ def test_kernels_are_compiled_ahead_in_processes_without_a_gpu(few, tmp_path, mo
     assert len(steps) == 2
     assert list(tmp_path.rglob("*.cubin"))
     assert ahead.compile_ahead(jobs[:1], "sm_80", until=0.0) == 0
+
+
+def test_rows_that_cannot_be_copied_in_bulk_are_known_beforehand(folder):
+    args = command.argparse.Namespace(problem=["seqlen=64 head_dim=100 arch=sm_90", SM90], grid=None, passes=("fwd",))
+    assert [p.bulk for p in command._problems(args, True)] == [False, True]

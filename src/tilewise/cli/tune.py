@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import re
@@ -127,9 +128,11 @@ def _problems(args: argparse.Namespace, dry: bool) -> list[Problem]:
         if problem.operands:
             words = ", ".join(o.slot for o in problem.operands)
             raise InvalidInput(f"problem {text!r}: its mask names tensors ({words}), which no record tells apart: leave them out.")
-        if not problem.bulk and problem.head_dim * problem.itemsize % 16 == 0:
+        if not problem.bulk:
             raise InvalidInput(f"problem {text!r}: layout=strided is given, but a record serves every layout: leave the word out.")
-        out.append(problem)
+        # Rows that are no multiples of 16 bytes cannot be copied in bulk, as a call finds out when it sees its tensors.
+        rows = all(size * problem.itemsize % 16 == 0 for size in (problem.head_dim, problem.head_dim_v))
+        out.append(dataclasses.replace(problem, bulk=rows))
     return out
 
 
