@@ -21,17 +21,12 @@ import time
 
 import torch
 
+from tilewise.cli._tune.candidates import SPACE
 from tilewise.configs import PASSES, Config, illegal, length_class, lookup, splits_dkdv
+from tilewise.configs.records import FORMAT
 from tilewise.problem import Problem
 from tilewise.reference import reference
 
-SPACE = {
-    "fwd": [(m, n, w, s) for m in (64, 128, 256) for n in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4) if n <= m],
-    "dkdv": [(m, n, w, s) for m in (16, 32, 64, 128) for n in (64, 128) for w in (4, 8) for s in (1, 2, 3)],
-    "dk": [(m, n, w, s) for m in (16, 32, 64) for n in (64, 128) for w in (4, 8) for s in (1, 2)],
-    "dv": [(m, n, w, s) for m in (16, 32, 64, 128) for n in (64, 128) for w in (4, 8) for s in (1, 2, 3)],
-    "dq": [(m, n, w, s) for m in (64, 128) for n in (16, 32, 64, 128) for w in (4, 8) for s in (1, 2, 3) if n <= m],
-}
 LENGTHS = (1024, 4096, 16384)
 
 
@@ -195,6 +190,8 @@ def main() -> None:
         import triton
 
         header = {
+            "format": FORMAT,
+            "arch": problem.arch.name,
             "device": torch.cuda.get_device_name(0),
             "torch": torch.__version__,
             "triton": triton.__version__,

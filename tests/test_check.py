@@ -153,3 +153,32 @@ def test_every_config_is_put_back(monkeypatch):
         seen = [configs.lookup(problem, "dq"), configs.lookup(problem, "fwd")]
     assert seen == [wanted, before(problem, "fwd")]
     assert configs.lookup is before
+
+
+def test_a_thousand_random_problems_are_drawn_from_the_seed():
+    work = [check.jobs(["torch"], "cpu", quick=True, seed=seed, randoms=1000) for seed in (3, 3, 4)]
+    names = [[job.name for job in jobs if job.name.startswith("random ")] for jobs in work]
+    assert len(names[0]) == 1000
+    assert names[0] == names[1] != names[2]
+
+
+def test_repeats_are_counted_and_compared_bit_for_bit(monkeypatch):
+    names = [job.name for job in check.jobs(["torch"], "cpu", quick=True, repeats=3)]
+    assert [n for n in names if "busy" in n] == [f"3 repeats on a busy device, D {dim}" for dim in (64, 128, 256)]
+    assert not [job for job in check.jobs(["torch"], "cpu", quick=True) if "busy" in job.name]
+    calls = []
+
+    def counted(call, backend):
+        got = evaluate(call, backend)
+        calls.append(backend)
+        if len(calls) == 4:
+            got["dq"] = torch.where(got["dq"] == 0, -got["dq"], got["dq"])  # the same numbers, other bits
+        return got
+
+    monkeypatch.setattr(large, "evaluate", counted)
+    shape = (1, 2, 1, 30, 20, 16, 16)  # the first rows see no key: their dq is 0
+    assert all(r.ok for r in large.busy("x", shape, 2, "torch", "cpu"))
+    assert len(calls) == 3
+    calls.clear()
+    (result,) = large.busy("x", shape, 5, "torch", "cpu")
+    assert result.where == "dq differ in repeat 2"

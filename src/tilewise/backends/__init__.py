@@ -11,11 +11,13 @@ on first use, so that a machine without Triton can import tilewise.
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
+from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["module_of"]
+__all__ = ["forget", "module_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -36,3 +38,12 @@ def module_of(backend: str) -> ModuleType:
             raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
         _loaded[backend] = module
     return module
+
+
+def forget() -> None:
+    """Forget every config that was looked up, here and in the backends, so that the next call sees records as they are now."""
+    configs.forget()
+    for name in _MODULES.values():
+        own = getattr(sys.modules.get(name), "forget", None)
+        if own is not None:
+            own()

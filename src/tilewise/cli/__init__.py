@@ -11,7 +11,7 @@ from ..errors import AttentionError
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "check", "bench", "explain")
+COMMANDS = ("demo", "check", "bench", "explain", "tune")
 # Packages that only the command line needs: the extra "demo" installs them.
 EXTRA_PACKAGES = ("matplotlib", "tqdm")
 
@@ -24,6 +24,7 @@ examples:
   tilewise check                                     hold every backend of this machine against float64
   tilewise explain "seqlen=4096 head_dim=128 mask=causal arch=sm_90"
   tilewise bench --help                              what can be timed, and against what
+  tilewise tune --help                               measure tile sizes on this GPU for later calls
 
 exit status: 0 success, 1 a check failed or a package is missing, 2 bad arguments
 """

@@ -30,7 +30,8 @@ _EXAMPLES = """\
 examples:
   tilewise check                          every backend that takes this machine's device
   tilewise check --quick                  two dtypes, small inputs: about a minute
-  tilewise check --backend triton --random 500 --seed 7
+  tilewise check --backend triton --random 1000 --seed 7
+  tilewise check --quick --repeats 200    200 repeats under load, o, lse, dq, dk and dv equal bit for bit
   TRITON_INTERPRET=1 tilewise check --device cpu --backend triton     Triton's kernels, interpreted on the CPU
 
 exit status: 0 every input passed, 1 one failed, 2 bad arguments
@@ -59,7 +60,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--quick", action="store_true", help="two dtypes, small inputs, few random problems, nothing large")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default 0); a failure repeats with it")
-    parser.add_argument("--random", type=_count, metavar="N", help="random problems for each backend (default: by its speed)")
+    parser.add_argument(
+        "--random", "--randoms", type=_count, metavar="N", help="random problems for each backend (default: by its speed)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_count,
+        metavar="N",
+        help="repeats of one problem while a second stream keeps the GPU busy, without one differing bit (default 30; 0: none)",
+    )
     parser.add_argument("--configs", action="store_true", help="also every legal config of the backward kernels (GPU; minutes)")
     parser.add_argument(
         "--failures", action="store_true", help="print the lines that failed or were skipped, and the summary, only"
@@ -206,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).resolve().parent, os.W_OK)):
         raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
-    work = jobs(args.backend, device, args.quick, args.seed, args.random, args.configs)
+    work = jobs(args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
     header = _header(device, args)
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")

@@ -11,7 +11,7 @@ import torch
 
 from .. import tile_map
 from ..api import explain_problem
-from ..configs import lookup
+from ..configs import lookup, origin, splits_dkdv
 from ..errors import BackendRefused, InvalidInput
 from ..plan import TilePlan
 from ..problem import Problem
@@ -129,11 +129,12 @@ def _tiles(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The tiles of one kernel, and where its sizes come from."""
+    """The tiles of one kernel, what else its config says, and where that comes from."""
 
     name: str
     plan: TilePlan
     source: str
+    origin: str = ""
 
 
 def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None) -> list[_Pass]:
@@ -146,15 +147,41 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 
         sizes = tile_sizes(problem)
         return [_Pass("every pass", TilePlan(problem, sizes.block_m, sizes.block_n), "sized for a CPU's caches")]
+    if backend == "hopper":
+        return _hopper_passes(problem)
     named = [("fwd", "forward")]
     if problem.grad:
-        named += [("dkdv", "backward dk, dv")] if set(problem.grad) & set("kv") else []
+        if splits_dkdv(problem):
+            named += [(f"d{letter}", f"backward d{letter}") for letter in "kv" if letter in problem.grad]
+        else:
+            named += [("dkdv", "backward dk, dv")] if set(problem.grad) & set("kv") else []
         named += [("dq", "backward dq")] if "q" in problem.grad else []
     out = []
     for pass_, name in named:
         config = lookup(problem, pass_)
         launch = f"{config.num_warps} warps, {config.num_stages} stage{'s' * (config.num_stages != 1)}"
-        out.append(_Pass(name, TilePlan(problem, config.block_m, config.block_n), launch))
+        out.append(_Pass(name, TilePlan(problem, config.block_m, config.block_n), launch, origin(problem, pass_)))
+    return out
+
+
+def _hopper_passes(problem: Problem) -> list[_Pass]:
+    from ..configs import hopper, hopper_backward
+
+    config = hopper.lookup(problem)
+    forms = ", ".join([f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n))])
+    out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), forms, hopper.origin(problem))]
+    source = hopper_backward.origin(problem) if problem.grad else ""
+    if set(problem.grad) & set("kv"):
+        keys = hopper_backward.lookup_dkdv(problem)
+        out.append(_Pass("backward dk, dv", TilePlan(problem, keys.block_m, keys.block_n), f"{keys.stages} stages", source))
+    if "q" in problem.grad:
+        if "k" in problem.grad and hopper_backward.heads_kept(problem):
+            kept = hopper_backward.lookup_kept(problem)
+            out.append(_Pass("backward dq", TilePlan(problem, kept.block_m, 64), "from ds in memory", source))
+        else:
+            queries = hopper_backward.lookup_dq(problem)
+            stages = f"{queries.k_stages} stages of k, {queries.v_stages} of v"
+            out.append(_Pass("backward dq", TilePlan(problem, queries.block_m, queries.block_n), stages, source))
     return out
 
 
@@ -187,6 +214,8 @@ def run(args: argparse.Namespace) -> int:
         size = f"{p.plan.block_m}x{p.plan.block_n}"
         over = f"{visited / seen:.2f} x the pairs seen" if seen else "none seen"
         print(f"  {p.name:<17}{size:>9}{empty:>12,}{masked:>12,}{free:>12,}   {over}   ({p.source})")
+    for where in dict.fromkeys(p.origin for p in passes if p.origin):
+        print(f"Config of {', '.join(p.name for p in passes if p.origin == where)}: {where}.")
     if not passes:
         why = "the whole score matrix at once" if backend else "the backend refuses"
         print(f"No tiles: {'an extent is zero' if problem.is_empty else why}.")

@@ -1,8 +1,8 @@
 """Tile sizes: measured records first, a sound default where nothing was measured. Nothing is searched at run time.
 
-Order of precedence in ``lookup``: the record of this architecture whose pass, width, head_dim, masking and length class match; then
-``default_config``. Whatever comes out has passed ``illegal``: it fits the shared memory of the device, and no causal config has
-BLOCK_M < BLOCK_N.
+Order of precedence in ``lookup``: the user's own record (``records.py``), then the shipped record of this architecture, whose pass,
+width, head_dim, masking and length class match; then ``default_config``. Whatever comes out has passed ``illegal``: it fits the
+shared memory of the device, and no causal config has BLOCK_M < BLOCK_N.
 """
 
 from __future__ import annotations
@@ -13,8 +13,20 @@ import json
 from dataclasses import dataclass
 
 from ..problem import Problem
+from . import records
 
-__all__ = ["PASSES", "Config", "default_config", "illegal", "length_class", "lookup", "shared_memory", "splits_dkdv"]
+__all__ = [
+    "PASSES",
+    "Config",
+    "default_config",
+    "forget",
+    "illegal",
+    "length_class",
+    "lookup",
+    "origin",
+    "shared_memory",
+    "splits_dkdv",
+]
 
 PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads
 
@@ -126,31 +138,50 @@ def default_config(problem: Problem, pass_: str) -> Config:
 
 
 @functools.lru_cache(maxsize=64)
-def _records(arch: str) -> dict[tuple[str, int, int, bool, str], Config]:
-    """The measured configs of one architecture, by (pass, bytes an element, padded head_dim, bounded mask, length class)."""
+def _shipped(arch: str) -> tuple[str, dict[tuple[str, int, int, bool, str], Config]]:
+    """The measured configs of one architecture, by (pass, bytes an element, padded head_dim, bounded mask, length class), and a
+    word on where they were measured."""
     path = importlib.resources.files("tilewise.configs") / "data" / f"{arch}.json"
     if not path.is_file():
-        return {}
-    out = {}
-    for row in json.loads(path.read_text())["records"]:
+        return "", {}
+    content, out = json.loads(path.read_text()), {}
+    for row in content["records"]:
         key = (row["pass"], row["itemsize"], row["head_dim"], row["bounded"], row["length"])
         out[key] = Config(*row["config"])
-    return out
+    return f"shipped record, {content['device']}, {content['date']}", out
 
 
 @functools.lru_cache(maxsize=4096)
-def _lookup(problem: Problem, pass_: str) -> Config:
+def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     _, _, has_upper, has_lower = problem.bounds
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    records = _records(problem.arch.name)
-    config = records.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
     # Ids, intervals and dense tiles take registers: forward tiles that were measured without them would spill.
     masked = pass_ == "fwd" and wide >= 128 and any(term in problem.spec.terms for term in ("segment", "row", "dense"))
+    own = records.find(problem, "triton", pass_)
+    if own is not None and not masked and illegal(problem, pass_, own.config) is None:
+        return own.config, own.origin
+    where, shipped = _shipped(problem.arch.name)
+    config = shipped.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
     if config is not None and not masked and illegal(problem, pass_, config) is None:
-        return config
-    return default_config(problem, pass_)
+        return config, where
+    return default_config(problem, pass_), records.BUILT_IN
 
 
 def lookup(problem: Problem, pass_: str) -> Config:
-    """The config of one pass (a name in ``PASSES``) for this problem."""
-    return _lookup(problem, pass_)
+    """The config of one pass (a name in ``PASSES``) for this problem.
+
+    Raises:
+        InvalidInput: the user's file of records cannot be used.
+    """
+    return _lookup(problem, pass_)[0]
+
+
+def origin(problem: Problem, pass_: str) -> str:
+    """Where the config of ``lookup`` comes from: the user's record, the shipped one, or the built-in rule."""
+    return _lookup(problem, pass_)[1]
+
+
+def forget() -> None:
+    """Forget what was read and looked up, so that the next lookup sees files as they are now."""
+    records.bare()
+    _lookup.cache_clear()

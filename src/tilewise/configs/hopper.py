@@ -7,8 +7,22 @@ import functools
 from dataclasses import dataclass
 
 from ..problem import Problem
+from . import records
 
-__all__ = ["CHOICES", "FORMS", "PICKED", "HopperConfig", "columns", "illegal", "lookup", "packs", "shared_memory", "suits_guard"]
+__all__ = [
+    "CHOICES",
+    "FORMS",
+    "PICKED",
+    "HopperConfig",
+    "columns",
+    "few_tiles",
+    "illegal",
+    "lookup",
+    "origin",
+    "packs",
+    "shared_memory",
+    "suits_guard",
+]
 
 # Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
 _REGISTERS = {(2, 1): (240, 24), (3, 1): (160, 32), (4, 1): (112, 32), (2, 2): (104, 32)}
@@ -148,15 +162,22 @@ def _guarded_place(problem: Problem) -> int:
     return 2
 
 
-def lookup(problem: Problem) -> HopperConfig:
-    """The config for this problem: guarded where that is legal, pays and suits; if not, tiles from a counter where that pays.
+def few_tiles(problem: Problem) -> bool:
+    """Are there no more tiles of queries than multiprocessors?"""
+    p = problem
+    static = CHOICES[p.head_dim, p.head_dim_v][0]
+    return p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors
+
+
+def _rule(problem: Problem) -> HopperConfig:
+    """Guarded where that is legal, pays and suits; if not, tiles from a counter where that pays.
 
     It does not while the tiles are few, nor for careful long calls with an upper bound at head dims from 128 on.
     """
     p = problem
     _, _, has_upper, has_lower = p.bounds
     static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
-    if p.batch * p.heads_q * -(-p.seqlen_q // static.block_m) <= p.arch.multiprocessors:
+    if few_tiles(p):
         return static
     work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
     if work >= LEAST_GUARDED_WORK and suits_guard(p):
@@ -164,3 +185,21 @@ def lookup(problem: Problem) -> HopperConfig:
         if illegal(p, picked) is None:
             return picked
     return static if p.head_dim >= 128 and p.seqlen_k >= 8192 and has_upper and not has_lower else careful
+
+
+def _lookup(problem: Problem) -> tuple[HopperConfig, str]:
+    own = records.find(problem, "hopper", "fwd")
+    suits = own is not None and illegal(problem, own.config) is None
+    if own is not None and suits and (own.tried or not own.config.guarded or suits_guard(problem)):
+        return own.config, own.origin
+    return _rule(problem), records.BUILT_IN
+
+
+def lookup(problem: Problem) -> HopperConfig:
+    """The config for this problem: the user's record where it is legal and suits, or the built-in rule."""
+    return _lookup(problem)[0]
+
+
+def origin(problem: Problem) -> str:
+    """Where the config of ``lookup`` comes from."""
+    return _lookup(problem)[1]

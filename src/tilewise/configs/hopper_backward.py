@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import Problem
+from . import records
 
 __all__ = [
     "DKDV",
     "DQ",
     "KEEPS",
     "KEPT",
+    "BackwardConfig",
     "KeptConfig",
     "KeysConfig",
     "QueriesConfig",
     "heads_kept",
     "illegal",
+    "illegal_backward",
     "lookup_dkdv",
     "lookup_dq",
     "lookup_kept",
+    "origin",
     "padded_rows",
     "shared_memory",
 ]
@@ -62,6 +66,16 @@ class KeptConfig:
     stages: int
     consumer_registers: int
     producer_registers: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """A whole backward pass, as a record holds it: the kernel over keys, and either the kernel that makes dq from the beginning or
+    that which makes it from a ds in memory."""
+
+    keys: KeysConfig
+    queries: QueriesConfig | None = None
+    kept: KeptConfig | None = None
 
 
 # By head_dim. The first is the default.
@@ -122,10 +136,14 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
-def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:
+def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
-    keys = isinstance(config, KeysConfig)
-    blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)} if keys else {"block_m": (128, 192), "block_n": (32, 64, 128)}
+    if isinstance(config, KeysConfig):
+        blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
+    elif isinstance(config, QueriesConfig):
+        blocks = {"block_m": (128, 192), "block_n": (32, 64, 128)}
+    else:
+        blocks = {"block_m": (128, 256)}
     for name, legal in blocks.items():
         if getattr(config, name) not in legal:
             return f"{name} is {getattr(config, name)}, expected {' or '.join(map(str, legal))}"
@@ -135,19 +153,53 @@ def illegal(problem: Problem, config: KeysConfig | QueriesConfig) -> str | None:
     return None
 
 
+def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
+    """Why this way may not make the gradients of this problem; None if it may."""
+    if config.kept is not None and problem.bounds[3]:
+        return "ds is kept in memory and there is a lower bound: a band would fill little of that memory"
+    parts = [part for part in (config.keys, config.queries, config.kept) if part is not None]
+    return next((why for why in (illegal(problem, part) for part in parts) if why is not None), None)
+
+
+def _own(problem: Problem) -> records.Found | None:
+    """The user's record for this problem, where it is legal."""
+    own = records.find(problem, "hopper", "bwd")
+    return own if own is not None and illegal_backward(problem, own.config) is None else None
+
+
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
-    return DKDV[problem.head_dim][0]
+    own = _own(problem)
+    return DKDV[problem.head_dim][0] if own is None else own.config.keys
 
 
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
-    return DQ[problem.head_dim][0]
+    own = _own(problem)
+    return (own and own.config.queries) or DQ[problem.head_dim][0]
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
     """The config of the kernel that makes dq from a ds in memory."""
-    return KEPT[problem.head_dim][0]
+    own = _own(problem)
+    return (own and own.config.kept) or KEPT[problem.head_dim][0]
+
+
+def origin(problem: Problem) -> str:
+    """Where the configs come from."""
+    own = _own(problem)
+    return records.BUILT_IN if own is None else own.origin
+
+
+def _keeps(problem: Problem) -> bool:
+    """Is ds to be kept in memory? As the user's record says, or where that was the faster way."""
+    p = problem
+    _, _, has_upper, has_lower = p.bounds
+    own = _own(p)
+    if own is not None:
+        return own.config.kept is not None
+    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
+    return not has_lower and length in KEEPS[p.head_dim, has_upper]
 
 
 def heads_kept(problem: Problem) -> int:
@@ -156,9 +208,7 @@ def heads_kept(problem: Problem) -> int:
     Never with a lower bound: a band would fill little of its memory.
     """
     p = problem
-    _, _, has_upper, has_lower = p.bounds
-    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
-    if has_lower or length not in KEEPS[p.head_dim, has_upper]:
+    if not _keeps(p):
         return 0
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize

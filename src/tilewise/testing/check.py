@@ -20,7 +20,7 @@ from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, run_call
 from .gauntlet import entry as entry_of
-from .large import LARGE, all_configs, free_gib
+from .large import LARGE, all_configs, busy, free_gib
 from .tolerance import Result
 
 __all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
@@ -168,6 +168,7 @@ def jobs(
     seed: int = 0,
     randoms: int | None = None,
     configs: bool = False,
+    repeats: int | None = None,
 ) -> list[Job]:
     """The work of ``check`` as a list, in order; see there."""
     where = default_device() if device is None else torch.device(device)
@@ -201,6 +202,12 @@ def jobs(
         out += [Job(c.backend, "float32", str(r), partial(_rejected, r, c.backend, where)) for r in REJECTED]
         rng = random.Random(seed)
         out += [_random_job(c, dtypes[i % len(dtypes)], where, rng, interpreted) for i in range(count)]
+        times = (30 if where.type == "cuda" and not quick and not c.quadratic else 0) if repeats is None else repeats
+        if times and torch.bfloat16 in all_dtypes:
+            for dim in (64, 128, 256):
+                shape = (2, 2, 1, 70, 70, dim, dim) if where.type == "cpu" else (2, 16, 2, 700, 700, dim, dim)
+                name = f"{times} repeats on a busy device, D {dim}"
+                out.append(Job(c.backend, "bfloat16", name, partial(busy, name, shape, times, c.backend, where), 1))
         if where.type == "cuda" and not quick and not c.quadratic and torch.bfloat16 in dtypes:
             for large in LARGE:
                 devices = 2 if large.name == "a second device" else 1
@@ -226,6 +233,7 @@ def check(
     seed: int = 0,
     randoms: int | None = None,
     configs: bool = False,
+    repeats: int | None = None,
 ) -> Iterator[Row]:
     """Hold backends against float64 and yield a row for every pass of every input, as it is done.
 
@@ -236,10 +244,12 @@ def check(
         seed: of all inputs; a failure can be repeated with it.
         randoms: how many random problems for each backend; the default depends on how quick the backend is.
         configs: also hold every legal config of the backward passes against float64 (case 23; minutes of compilation, GPU only).
+        repeats: how often one problem of each head_dim is repeated while another stream keeps the GPU busy, its bits compared.
+            Default: 30 times on a GPU, unless ``quick``. On a CPU only where it is given, and nothing else runs meanwhile.
 
     Raises:
         InvalidInput: no backend has a given name.
     """
     where = default_device() if device is None else torch.device(device)
-    for job in jobs(backends, where, quick, seed, randoms, configs):
+    for job in jobs(backends, where, quick, seed, randoms, configs, repeats):
         yield from job.rows(where)

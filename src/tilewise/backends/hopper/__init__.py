@@ -15,11 +15,11 @@ import torch
 from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs
 from ...problem import Problem
 from ..launching import Launch, Plan
-from . import fwd
+from . import bwd_launch, fwd
 from .bwd_launch import backward
 from .common import LOG2_E, longest, plan, together
 
-__all__ = ["backward", "forward", "launches_fwd"]
+__all__ = ["backward", "forget", "forward", "launches_fwd"]
 
 # Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
 SMALLEST_SCALE = 1e-30
@@ -142,3 +142,9 @@ def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     counter = _counter(lse.device) if counts else lse
     for each in plans:
         each.run(q, k, v, o, lse, counter)
+
+
+def forget() -> None:
+    """Forget which config a problem gets (``backends.forget``)."""
+    _picked.cache_clear()
+    bwd_launch._call.cache_clear()
