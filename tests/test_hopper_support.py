@@ -206,3 +206,15 @@ def test_shared_memory_counts_queries_and_stages():
 def test_a_long_careful_causal_call_takes_a_program_a_tile_where_that_was_faster(head_dim, dynamic):
     problem = _problem(f"heads=16 seqlen=16384 head_dim={head_dim} dtype=float16 mask=causal arch=sm_90")
     assert lookup(problem).dynamic == dynamic
+
+
+def test_a_counter_is_kept_only_in_the_common_pool():
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends.hopper import in_common_pool
+
+    common = {"address": 1024, "total_size": 512, "segment_pool_id": (0, 0)}
+    private = {"address": 4096, "total_size": 512, "segment_pool_id": (0, 1)}
+    unknown = {"address": 8192, "total_size": 512}
+    segments = [common, private, unknown]
+    assert [in_common_pool(address, segments) for address in (1024, 1535)] == [True, True]
+    assert not any(in_common_pool(address, segments) for address in (1536, 4096, 8192, 0))

@@ -141,9 +141,9 @@ def attention(
         InvalidInput: a ValueError; the message names the argument, what came, what is expected and what to do.
         BackendRefused: a NotImplementedError with every reason.
 
-    Gradients flow to q, k and v through both ``o`` and ``lse``; only those asked for are computed. A second derivative and a
-    forward-mode derivative are refused. Under ``torch.autocast`` floating inputs other than float64 are cast to the autocast
-    dtype, as PyTorch's own attention does.
+    Gradients flow to q, k and v, and to the bias, slopes and sinks of the spec, through both ``o`` and ``lse``; only those asked
+    for are computed. A second derivative and a forward-mode derivative are refused. Under ``torch.autocast`` q, k and v are cast to
+    the autocast dtype unless they are float64, as PyTorch's own attention does.
 
     Deterministic: forward and backward give the same bits on every run of one configuration on one device.
 

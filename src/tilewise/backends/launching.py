@@ -28,6 +28,8 @@ __all__ = ["Launch", "Plan", "broadcast_strides"]
 # Versions of Triton whose launch was read. Up to 3.6 the launcher is generated C code for each signature.
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 UNIFORM = KNOWN[1:]
+# Those of them whose kept launches have run on a GPU. The others take the ordinary road until theirs have.
+PROVEN = ((3, 9),)
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 
@@ -136,7 +138,7 @@ class Plan:
         self.layout = layout
         self._by_pointers = None in blocks
         software = runtime()
-        self.keeps = software.triton in KNOWN and not software.interpret and torch.version.hip is None
+        self.keeps = software.triton in PROVEN and not software.interpret and torch.version.hip is None
         self._knobs: Any = None
         if self.keeps:
             import triton

@@ -108,11 +108,11 @@ KEPT: dict[int, tuple[KeptConfig, ...]] = {
 MOST_COPIES = 4
 # Where that was the faster way, by (head_dim, with an upper bound): classes of the number of keys.
 KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
-    (64, False): ("medium", "long"),
+    (64, False): (),
     (64, True): (),
     (128, False): ("short", "medium", "long"),
     (128, True): ("medium",),
-    (256, False): ("short", "medium", "long"),
+    (256, False): ("short",),
     (256, True): ("short", "medium"),
 }
 

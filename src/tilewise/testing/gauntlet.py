@@ -432,6 +432,13 @@ GAUNTLET: tuple[Entry, ...] = (
         dense(tiles_of_sixteen(2, 4, 100, 130)),
     ),
     Entry(
+        "dense_ragged",
+        "a last tile of keys that is called free because the dense mask shows all of its keys that exist",
+        (1, 2, 1, 70, 139, 16, 16),
+        dense(torch.arange(139) >= 20),
+        values="very_low",
+    ),
+    Entry(
         "dense_strided",
         "a dense mask that is read as if it were contiguous, or in the other order of its dims",
         (2, 2, 1, 70, 90, 16, 16),

@@ -127,7 +127,7 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
         PLAN,
         "free & seen & whole",
         "free & seen",
-        ("dense_tiles",),
+        ("dense_ragged",),
     ),
     Mutant(
         "masked_tiles_over_free_ones",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 
@@ -75,11 +76,20 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
+def in_common_pool(address: int, segments: list[dict[str, Any]]) -> bool:
+    """Does this address lie in memory of the allocator's common pool? ``segments``: of ``torch.cuda.memory_snapshot``."""
+    for segment in segments:
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return tuple(segment.get("segment_pool_id", (-1, -1))) == (0, 0)
+    return False
+
+
 def _counter(device: torch.device) -> torch.Tensor:
     """The tile counter and the flag for a call on the current stream: 0 before it, and put back to 0 by it.
 
     Calls on one stream run in turn and share them; calls on two streams may overlap. A captured graph has its own, zeroed by
-    each replay, since it may be replayed on any stream.
+    each replay, since it may be replayed on any stream. So has a call whose memory comes from a private pool, as in the run that
+    warms a graph up: whoever owns the pool counts what lives in it.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
@@ -87,7 +97,9 @@ def _counter(device: torch.device) -> torch.Tensor:
     key = index, torch._C._cuda_getCurrentRawStream(index)  # a fiftieth of the time of torch.cuda.current_stream
     found = _counters.get(key)
     if found is None:
-        found = _counters.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+        found = torch.zeros(2, dtype=torch.int32, device=device)
+        if in_common_pool(found.data_ptr(), torch.cuda.memory_snapshot()):
+            found = _counters.setdefault(key, found)
     return found
 
 
