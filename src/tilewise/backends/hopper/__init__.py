@@ -76,8 +76,16 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
+def _segments() -> list[dict[str, Any]]:
+    """The allocator's segments; none where it does not tell (``cudaMallocAsync``)."""
+    try:
+        return torch.cuda.memory_snapshot()
+    except RuntimeError:
+        return []
+
+
 def in_common_pool(address: int, segments: list[dict[str, Any]]) -> bool:
-    """Does this address lie in memory of the allocator's common pool? ``segments``: of ``torch.cuda.memory_snapshot``."""
+    """Does this address lie in memory of the allocator's common pool?"""
     for segment in segments:
         if segment["address"] <= address < segment["address"] + segment["total_size"]:
             return tuple(segment.get("segment_pool_id", (-1, -1))) == (0, 0)
@@ -98,7 +106,7 @@ def _counter(device: torch.device) -> torch.Tensor:
     found = _counters.get(key)
     if found is None:
         found = torch.zeros(2, dtype=torch.int32, device=device)
-        if in_common_pool(found.data_ptr(), torch.cuda.memory_snapshot()):
+        if in_common_pool(found.data_ptr(), _segments()):
             found = _counters.setdefault(key, found)
     return found
 
