@@ -108,15 +108,15 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
 
 
 def problems(head_dims: list[tuple[int, int]], every: bool) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
-    """The kernels of the configs of these head dims. ``every``: under every kind of mask, and in float16 too.
+    """The kernels of the configs of these head dims. ``every``: all configs under every kind of mask, and in float16 too.
 
-    Otherwise only what ``lookup`` may pick meets every mask (the rest no mask and a causal one), and float16 a causal one only.
+    Otherwise only what the built-in rule may pick, under every mask, and float16 under a causal one only.
     "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
     """
     for head_dim, head_dim_v in head_dims:
         for place, config in enumerate(CHOICES[head_dim, head_dim_v]):
             for mask, words in MASKS.items():
-                if place >= PICKED[head_dim, head_dim_v] and mask not in ("full", "causal") and not every:
+                if place >= PICKED[head_dim, head_dim_v] and not every:
                     continue
                 for dtype in ("bfloat16", "float16"):
                     if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):
