@@ -1,4 +1,4 @@
-"""Every config of the ``hopper`` backend compiles for sm_90a within its budget; no GPU is needed.
+"""What the ``hopper`` backend picks by its own rule compiles for sm_90a within its budget; no GPU is needed.
 
 Compilation runs in processes of their own: Triton's interpreter, which the other tests use, cannot be switched off in this one.
 """
