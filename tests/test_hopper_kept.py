@@ -185,7 +185,7 @@ def _check_chunks(p, found):
 def test_the_chunks_cover_every_head_once(monkeypatch):
     rng = random.Random(0)
     chunks = set()
-    for _ in range(40):
+    for _ in range(160):
         length = int(2 ** rng.uniform(6, 13))
         sizes = {"batch": rng.randrange(1, 4), "heads_kv": rng.randrange(1, 7), "group": rng.randrange(1, 4)}
         p = _draw_sizes(rng, seqlen_q=length, seqlen_k=length, lower=None, **sizes)
@@ -431,3 +431,8 @@ def test_tiles_passed_over_between_two_heads_change_the_slot():
     _write_all(p, lookup_dkdv(p), 0)
     with pytest.raises(RuntimeError, match="being copied"):
         _write_all(p, lookup_dkdv(p), 0, waits=False)
+
+
+def test_few_divisors_do_not_make_launches_of_single_heads():
+    assert heads_kept(_problem(128, 4096, 4096, batch=16, heads_kv=1)) > 1
+    assert heads_kept(_problem(128, 4096, 4096, batch=13, heads_kv=1)) == 0

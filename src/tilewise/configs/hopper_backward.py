@@ -213,6 +213,8 @@ def heads_kept(problem: Problem) -> int:
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize
     fit = min(heads, MOST_COPIES * 4 * p.batch * p.heads_q * padded_rows(p) * p.head_dim // a_head)
+    most = fit
     while fit and heads % fit:
         fit -= 1
-    return fit
+    # A number of heads with few divisors would leave launches of a head or two, which fill no device.
+    return fit if 2 * fit >= most else 0
