@@ -3,12 +3,8 @@
 Compilation runs in processes of their own: Triton's interpreter, which the other tests use, cannot be switched off in this one.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from compiling import reports_of, start
 
 pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
 
@@ -90,23 +86,10 @@ def complaints(report):
     return wrong
 
 
-def _start(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def _reports(process):
-    out, errors = process.communicate(timeout=1800)
-    assert process.returncode == 0, errors[-2000:]
-    return [json.loads(line) for line in out.splitlines()]
-
-
 @pytest.fixture(scope="module")
 def reports():
-    processes = [_start("-m", "tilewise.testing.compile_hopper", f"{pair[0]}/{pair[1]}") for pair in CHOICES]
-    return [report for process in processes for report in _reports(process)]
+    processes = [start("-m", "tilewise.testing.compile_hopper", f"{pair[0]}/{pair[1]}") for pair in CHOICES]
+    return [report for process in processes for report in reports_of(process)]
 
 
 def test_every_config_compiles_within_its_budget(reports):
@@ -129,7 +112,7 @@ def test_every_picked_choice_was_compiled(reports, pair):
 
 
 def test_a_config_with_too_many_accumulators_is_caught():
-    (report,) = _reports(_start("-c", CROWDED))
+    (report,) = reports_of(start("-c", CROWDED))
     assert any("spill" in wrong or "serialized" in wrong for wrong in complaints(report)), report
 
 

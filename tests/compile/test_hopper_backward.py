@@ -1,11 +1,7 @@
 """Every config of the ``hopper`` backend's backward kernels compiles for sm_90a within its budget; no GPU is needed."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from compiling import reports_of, start
 
 pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
 
@@ -92,23 +88,10 @@ def complaints(report):
     return wrong
 
 
-def _start(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def _reports(process):
-    out, errors = process.communicate(timeout=1800)
-    assert process.returncode == 0, errors[-2000:]
-    return [json.loads(line) for line in out.splitlines()]
-
-
 @pytest.fixture(scope="module")
 def reports():
-    processes = [_start("-m", "tilewise.testing.compile_hopper_backward", str(head_dim)) for head_dim in DKDV]
-    return [report for process in processes for report in _reports(process)]
+    processes = [start("-m", "tilewise.testing.compile_hopper_backward", str(head_dim)) for head_dim in DKDV]
+    return [report for process in processes for report in reports_of(process)]
 
 
 def test_every_config_compiles_within_its_budget(reports):
@@ -129,7 +112,7 @@ def test_every_config_was_compiled(reports, name, table):
 
 
 def test_a_config_with_too_many_accumulators_is_caught():
-    (report,) = _reports(_start("-c", CROWDED))
+    (report,) = reports_of(start("-c", CROWDED))
     assert any("spill" in wrong or "serialized" in wrong for wrong in complaints(report)), report
 
 

@@ -1,0 +1,19 @@
+"""Compilers in processes of their own, each printing a line of JSON for a kernel."""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def start(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def reports_of(process):
+    out, errors = process.communicate(timeout=1800)
+    assert process.returncode == 0, errors[-2000:]
+    return [json.loads(line) for line in out.splitlines()]
