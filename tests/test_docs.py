@@ -95,6 +95,14 @@ def test_readme_example_runs():
     assert "'auto' takes it" in run.stdout
 
 
+OUTPUTS = blocks((ROOT / "docs" / "outputs.md").read_text(), "python")
+
+
+@pytest.mark.parametrize("at", range(len(OUTPUTS)))
+def test_examples_of_outputs_run(at):
+    exec(compile(OUTPUTS[at], f"docs/outputs.md, example {at + 1}", "exec"), {})
+
+
 SCORES = blocks((ROOT / "docs" / "scores.md").read_text(), "python")
 
 

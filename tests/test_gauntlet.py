@@ -25,7 +25,8 @@ RUNS = [
 def test_gauntlet(entry, backend, dtype):
     results = gauntlet.run(entry, backend, "cpu", dtype)
     extra = {"bias": "dbias", "alibi": "dslopes", "sink": "dsink"}
-    assert {r.output for r in results} == {*OUTPUTS, *(name for term, name in extra.items() if term in entry.terms)}
+    outputs = {*OUTPUTS, *(name for term, name in extra.items() if term in entry.terms), *entry.returns.split()}
+    assert {r.output for r in results} == outputs
     raise_if_failed(results)
 
 

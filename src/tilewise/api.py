@@ -29,6 +29,8 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec or None, got {type(spec).__name__}: build one with tilewise.causal().")
     given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
+    if spec.returns:
+        raise InvalidInput(f"spec has returns={spec.returns!r}, which the functions set themselves: call the one that returns it.")
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
@@ -42,6 +44,13 @@ def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, alig
     if window is None and align is None and (causal is False or causal is True):
         return _WITHOUT_WINDOW[causal]
     return str(spec_of(causal, window, align))
+
+
+def _returning(name: str, spec: Spec, wanted: object) -> Spec:
+    """The spec of a call that also wants this output, if ``wanted``."""
+    if not isinstance(wanted, bool):
+        raise InvalidInput(f"return_{name} must be True or False, got {wanted!r} of type {type(wanted).__name__}.")
+    return dataclasses.replace(spec, returns=name) if wanted else spec
 
 
 def _check_tensors_of(spec: Spec) -> None:
@@ -73,6 +82,7 @@ def attention(
     align: str | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
@@ -90,10 +100,47 @@ def attention(
     align: str | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
@@ -106,10 +153,11 @@ def attention(
     align: str | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     precision: str | None = None,
     backend: str = "auto",
     spec: Spec | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact softmax attention, computed on tiles.
 
     ``s = sm_scale * q k^T`` (``-inf`` where the mask hides the key), ``o = softmax(s) v``, ``lse = logsumexp(s)``.
@@ -126,6 +174,7 @@ def attention(
             first query sits on the first key. They differ when seqlen_q != seqlen_k.
         sm_scale: the factor on q k^T; any finite number, 0 and negative ones too. Default ``head_dim ** -0.5``.
         return_lse: also return ``lse``. Default False.
+        return_max_logit: also return the largest score of each batch and head, for QK-clip. Default False.
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
             ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
@@ -135,7 +184,9 @@ def attention(
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
         (batch, heads_q, seqlen_q), natural logarithm, float32 (float64 for float64 inputs). A row that sees no key has
-        ``o = 0``, ``lse = -inf`` and zero gradients.
+        ``o = 0``, ``lse = -inf`` and zero gradients. With ``return_max_logit`` then ``max_logit`` (batch, heads_q) in lse's dtype:
+        the largest ``s`` that the mask lets through, after the scale and all score steps (softcap, ALiBi, bias); sinks, which are
+        no scores, do not count; ``-inf`` where no query sees a key. It has no gradient.
 
     Raises:
         InvalidInput: a ValueError; the message names the argument, what came, what is expected and what to do.
@@ -156,10 +207,12 @@ def attention(
     """
     plain = is_plain(q, k, v)
     tensors = NO_TENSORS
-    if plain and spec is None:
+    if plain and spec is None and return_max_logit is False:
         mask = _known_mask(causal, window, align)
     else:
         whole = _spec(causal, window, align, spec)
+        if return_max_logit is not False:
+            whole, plain = _returning("max_logit", whole, return_max_logit), False
         _check_tensors_of(whole)
         mask, tensors = str(whole), whole.tensors
     if not isinstance(backend, str):
@@ -178,7 +231,9 @@ def attention(
     if plain and (tensors is NO_TENSORS or all(t is None for t in tensors)):
         o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
     else:
-        o, lse = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
+        o, lse, max_logit = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
+        if return_max_logit:
+            return (o, lse, max_logit) if return_lse else (o, max_logit)
     return (o, lse) if return_lse else o
 
 

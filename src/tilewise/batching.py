@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .operands import DIMS, full_rank
-from .spec import SLOTS
+from .spec import SLOTS, Spec
 
 __all__ = ["backward_rule", "forward_rule"]
 
+_PLAN = SLOTS.index("plan")
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
 
 
@@ -42,6 +44,14 @@ def _folded_operand(slot: str, t: torch.Tensor | None, dim: int | None, size: in
     return moved.expand(size, batch, *moved.shape[2:]).flatten(0, 1)
 
 
+def _without_plan(spec: str, operands: list[Any]) -> tuple[str, list[Any]]:
+    """A spec's plan was made for the batch of one sample, and changes no result: the folded call goes without it."""
+    if not operands or operands[_PLAN] is None:
+        return spec, operands
+    operands[_PLAN] = None
+    return str(dataclasses.replace(Spec.parse(spec), plan="")), operands
+
+
 def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
     return [*in_dims, *(None,) * (count - len(in_dims))]
 
@@ -68,7 +78,8 @@ def forward_rule(op: Any) -> Any:
         args = (*args, *(None,) * (8 + len(SLOTS) - len(args)))
         batch = _sample(args[0], dims[0]).shape[0]
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
-        outputs = op(*folded, *args[3:8], *_operands(args[8:], dims[8:], size, batch, ""))
+        spec, operands = _without_plan(args[3], _operands(args[8:], dims[8:], size, batch, ""))
+        outputs = op(*folded, spec, *args[4:8], *operands)
         return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
 
     return rule
@@ -83,8 +94,8 @@ def backward_rule(op: Any) -> Any:
         batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
         folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
         rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
-        operands = _operands(args[13:], dims[13:], size, batch, grad)
-        outputs = op(*folded, *args[7:12], *((rows, *operands) if operands else ()))
+        spec, operands = _without_plan(args[7], _operands(args[13:], dims[13:], size, batch, grad))
+        outputs = op(*folded, spec, *args[8:12], *((rows, *operands) if operands else ()))
         results = [_unfolded(t, size) for t in outputs[:3]]
         for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
             if letter not in grad:

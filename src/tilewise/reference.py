@@ -15,7 +15,7 @@ from .operands import describe, full_rank
 from .problem import Problem
 from .spec import NO_TENSORS, Spec, Tensors
 
-__all__ = ["distance_of", "mask_of", "reference", "scored", "softmax_of"]
+__all__ = ["distance_of", "mask_of", "masked_scores", "reference", "scored", "softmax_of"]
 
 
 def mask_of(
@@ -103,15 +103,23 @@ def reference(
 def _reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, tensors: Tensors, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q64, k64, v64 = q.double(), k.double(), v.double()
+    v64 = v.double()
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     if group != 1:
-        k64, v64 = (t.repeat_interleave(group, dim=1) for t in (k64, v64))
-    s = scored((q64 @ k64.transpose(-1, -2)) * scale, spec, tensors)
-    ok = mask_of(spec, q.shape[2], k.shape[2], q.device, tensors)
+        v64 = v64.repeat_interleave(group, dim=1)
     sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
-    p, lse = softmax_of(s.masked_fill(~ok, float("-inf")), sink)
+    p, lse = softmax_of(masked_scores(q, k, spec, tensors, scale), sink)
     return p @ v64, lse
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: Spec, tensors: Tensors, scale: float) -> torch.Tensor:
+    """All scores after the steps, float64, -inf where the mask hides the key (batch, heads_q, seqlen_q, seqlen_k)."""
+    q64, k64 = q.double(), k.double()
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    if group != 1:
+        k64 = k64.repeat_interleave(group, dim=1)
+    s = scored((q64 @ k64.transpose(-1, -2)) * scale, spec, tensors)
+    return s.masked_fill(~mask_of(spec, q.shape[2], k.shape[2], q.device, tensors), float("-inf"))
 
 
 def forward(
@@ -123,8 +131,11 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface). ``rows`` stays as it is: the backward pass begins anew."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface). ``rows`` stays: the backward pass begins anew."""
+    if maxima is not None:
+        maxima.copy_(masked_scores(q, k, problem.spec, tensors, problem.sm_scale).amax(-1))
     o64, lse64 = _reference(q, k, v, problem.spec, tensors, problem.sm_scale)
     o.copy_(o64)
     lse.copy_(lse64)

@@ -2,7 +2,8 @@
 
 A backend that takes specs that name tensors has three more arguments, given only for such specs: ``tensors``, views with all dims
 of their slots; ``rows`` (batch, heads_q, seqlen_q, 2), the largest score of a row and the logarithm of its sum over that one, which
-only problems with ``keeps_rows`` need; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
+only problems with ``keeps_rows`` need; ``maxima`` (batch, heads_q, seqlen_q), forward, given only if the spec's ``returns`` asks
+for the largest score; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
 
 Both fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
 on first use, so that a machine without Triton can import tilewise.

@@ -220,10 +220,12 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface)."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     work = _Work(problem, q, tensors)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
+    maxima = None if maxima is None else work.by_group(maxima)
     rows = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
@@ -231,7 +233,8 @@ def forward(
             work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], None if rows is None else rows[at])
+                kept, top = (None if t is None else t[at] for t in (rows, maxima))
+                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], kept, top)
 
 
 def _forward_tile(
@@ -244,6 +247,7 @@ def _forward_tile(
     o: torch.Tensor,
     lse: torch.Tensor,
     rows: torch.Tensor | None,
+    maxima: torch.Tensor | None,
 ) -> None:
     """All keys past one Q tile (batches, heads, group, queries, head_dim)."""
     qt = work.load(q)
@@ -270,6 +274,8 @@ def _forward_tile(
         acc.mul_(alpha)
         torch.baddbmm(acc, p, work.load(v[:, :, keys]), out=acc)
         m_i = m_new
+    if maxima is not None:
+        maxima.copy_((m_i / work.steps.unit).view(lse.shape))  # before the sink, which is no score
     if work.steps.sink is not None:
         sink = work.steps.sink_at(at, m_i) * work.steps.unit
         m_new = torch.maximum(m_i, sink)

@@ -26,7 +26,7 @@ class Call:
     """One attention and the gradients that flow back into it.
 
     ``do`` is the gradient of o and ``dlse`` that of lse; ``None`` means that the loss does not use that output. With both
-    ``None`` only the forward pass is run.
+    ``None`` only the forward pass is run. ``returns`` names what is wanted besides o and lse (out of ``spec.RETURNS``).
     """
 
     q: torch.Tensor
@@ -37,6 +37,7 @@ class Call:
     do: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
     precision: str | None = None
+    returns: str = ""
 
     @property
     def scale(self) -> float:
@@ -52,7 +53,8 @@ class Call:
         also = tuple(t for t in (self.do,) if t is not None)
         trained = (getattr(self.spec.tensors, name) is not None for name in TRAINED)
         grad = grad_letters(True, True, True, *trained) if self.has_gradient else ""
-        return Problem.bind(self.q, self.k, self.v, self.spec, self.sm_scale, self.precision, grad, also)
+        spec = dataclasses.replace(self.spec, returns=self.returns)
+        return Problem.bind(self.q, self.k, self.v, spec, self.sm_scale, self.precision, grad, also)
 
     def replace(self, **changes: object) -> Call:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -82,21 +84,24 @@ class Call:
 
 
 def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]] = "auto") -> dict[str, torch.Tensor]:
-    """``o`` and ``lse``, and every gradient where the call has one, as a backend computes them.
+    """``o`` and ``lse``, what the call ``returns`` besides, and every gradient where it has one, as a backend computes them.
 
     Args:
         call: what to compute.
         backend: a name that ``tilewise.attention`` takes, or a function of your own with the signature
-            ``(q, k, v, *, spec, sm_scale, precision) -> (o, lse)`` that autograd can go through.
+            ``(q, k, v, *, spec, sm_scale, precision) -> (o, lse)`` that autograd can go through (for calls that return no more).
     """
     leaves = leaves_of(call)
     q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
     arguments = {"spec": spec_with(call.spec, leaves), "sm_scale": call.sm_scale, "precision": call.precision}
+    more: dict[str, torch.Tensor] = {}
     if callable(backend):
         o, lse = backend(q, k, v, **arguments)
+    elif call.returns == "max_logit":
+        o, lse, more["max_logit"] = attention(q, k, v, return_lse=True, return_max_logit=True, backend=backend, **arguments)
     else:
         o, lse = attention(q, k, v, return_lse=True, backend=backend, **arguments)
-    out = {"o": o.detach(), "lse": lse.detach()}
+    out = {"o": o.detach(), "lse": lse.detach(), **more}
     if call.has_gradient:
         used = [(t, g) for t, g in ((o, call.do), (lse, call.dlse)) if g is not None]
         grads = torch.autograd.grad([t for t, _ in used], list(leaves.values()), [g for _, g in used], allow_unused=True)

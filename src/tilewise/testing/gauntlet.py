@@ -135,7 +135,8 @@ class Entry:
 
     ``shape`` is (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v). ``loss`` says which outputs have a gradient
     ("o", "lse" or "o+lse"). ``terms`` are words of ``terms.draw_terms``, which the spec has besides. ``places`` names the tensors
-    whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere.
+    whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere. ``returns``
+    is what is wanted besides o and lse.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Entry:
     loss: str = "o"
     gpu_gib: int = 0
     terms: str = ""
+    returns: str = ""
 
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
@@ -172,6 +174,7 @@ class Entry:
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
+        call = call.replace(returns=self.returns)
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
@@ -466,6 +469,24 @@ GAUNTLET: tuple[Entry, ...] = (
         gpu_gib=24,
         terms="bias:bhqk",
     ),
+    Entry(
+        "max_logit",
+        "a largest score that counts sinks, hidden keys, or keys past the end (which score 0)",
+        (2, 4, 2, 70, 90, 16, 16),
+        window(20, 3),
+        values="very_low",
+        terms="sink:bh",
+        returns="max_logit",
+    ),
+    Entry(
+        "max_logit_bias",
+        "a largest score in base two where scores are natural, or before the bias; the same score for all heads",
+        (2, 2, 1, 70, 90, 16, 16),
+        sm_scale=-0.3,
+        terms="softcap:2 bias:bhqk",
+        returns="max_logit",
+    ),
+    Entry("max_logit_empty", "a largest score of hidden keys", (1, 2, 1, 40, 40, 16, 16), window(-1, 0), returns="max_logit"),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
 
@@ -490,6 +511,8 @@ def run(
 
 def run_call(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]], name: str) -> list[Result]:
     """Judge one backend on one call, with every allocation poisoned."""
+    if callable(backend):
+        call = call.replace(returns="")  # a function gives o and lse
     with poison():
         got = evaluate(call, backend)
     return Yardstick(call).judge(got, name)

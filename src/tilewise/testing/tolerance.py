@@ -28,7 +28,9 @@ import torch
 from ..errors import AttentionError
 from ..operands import full_rank
 from ..reference import distance_of, mask_of, reference, scored, softmax_of
+from ..spec import RETURNS
 from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
+from .extras import expected_of, rounding_of
 
 __all__ = ["Mismatch", "Result", "Yardstick", "compare", "raise_if_failed", "round_to_tf32"]
 
@@ -136,7 +138,7 @@ def oracle(call: Call) -> dict[str, torch.Tensor]:
     leaves = leaves_of(call, torch.float64)
     with torch.enable_grad():
         o, lse = reference(leaves["dq"], leaves["dk"], leaves["dv"], spec_with(call.spec, leaves), call.scale)
-        out = {"o": o.detach(), "lse": lse.detach()}
+        out = {"o": o.detach(), "lse": lse.detach(), **expected_of(call, lse.detach())}
         if call.has_gradient:
             out.update(_gradients(call, o, lse, leaves))
     return out
@@ -200,6 +202,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     row = (p * score).sum(-1, keepdim=True) + score_unit * _size(lse)
     p_error = p * (score + row + eps_in / 2) + floor * ok
     out = {"o": _rss(p_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
+    extras = rounding_of(call, ok, score)
     if call.has_gradient:
         do = torch.zeros_like(expected["o"]) if call.do is None else call.do.double()
         dlse = torch.zeros_like(row) if call.dlse is None else call.dlse.double()[..., None]
@@ -218,7 +221,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     for name, term in out.items():
         if name != "lse":
             out[name] = term + eps_in / 2 * expected[name].abs()
-    return out
+    return {**out, **extras}
 
 
 def _size(s: torch.Tensor) -> torch.Tensor:
@@ -325,7 +328,7 @@ class Yardstick:
             if self._nothing or want.numel() == 0:
                 self.bound[name], self.rms_bound[name] = 0.0, torch.zeros_like(_rms(want))
                 continue
-            error = torch.nan_to_num((simple[name].double() - want).abs(), 0.0, 0.0, 0.0)
+            error = torch.nan_to_num((simple.get(name, want).double() - want).abs(), 0.0, 0.0, 0.0)
             self.bound[name] = float(2 * error.max() + rounding[name].max())
             self.rms_bound[name] = 2 * _rms(error) + _rms(rounding[name])
         self._silent = _silent(call)
@@ -337,7 +340,7 @@ class Yardstick:
 
     def judge(self, got: dict[str, torch.Tensor], name: str = "call") -> list[Result]:
         """One result for every output that the call has; an output that is missing has failed."""
-        outputs = (*OUTPUTS, *(f"d{tensor}" for tensor in TRAINED))
+        outputs = (*OUTPUTS, *(f"d{tensor}" for tensor in TRAINED), *RETURNS)
         return [self._judge(name, output, got.get(output)) for output in outputs if output in self.expected]
 
     def _judge(self, name: str, output: str, got: torch.Tensor | None) -> Result:
@@ -347,7 +350,7 @@ class Yardstick:
             return Result(name, output, error, bound, False, why)
 
         q = self.call.q
-        dtype = torch.promote_types(q.dtype, torch.float32) if output == "lse" else q.dtype
+        dtype = torch.promote_types(q.dtype, torch.float32) if output in ("lse", *RETURNS) else q.dtype
         if output[1:] in TRAINED:
             dtype = getattr(self.call.spec.tensors, output[1:]).dtype
         if got is None:

@@ -179,6 +179,7 @@ def _fwd(
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, False)
@@ -186,7 +187,7 @@ def _fwd(
     score, score_options = _scores(p, tensors, config)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
     numbers = (
-        *(*masked, score, _sink(tensors), kept),
+        *(*masked, score, _sink(tensors), kept, maxima),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m)),
     )
     options = {**options, **masked_options, **score_options, "NEGATIVE": p.sm_scale < 0}
@@ -264,8 +265,9 @@ def launch_fwd(
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> Launch:
-    return _fwd(problem, config, mask, tensors, kept).launch(q, k, v, o, lse)
+    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
 
 
 def launch_delta(
@@ -360,15 +362,16 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface)."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     config = configs.lookup(problem, "fwd")
-    if tensors is NO_TENSORS:
+    if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return
     with torch.cuda.device_of(q):
         kept = rows if problem.keeps_rows else None
-        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept).run()
+        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept, maxima).run()
 
 
 def backward(

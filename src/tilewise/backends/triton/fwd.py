@@ -77,7 +77,7 @@ def _fwd_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr,
+    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr, maxima_ptr,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -131,13 +131,16 @@ def _fwd_kernel(
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+    if maxima_ptr is not None:
+        # Before the sink, which is no score.
+        tl.store(maxima_ptr + head_rows + offs_m, m_i if NATURAL else m_i * LN_2, mask=offs_m < seqlen_q)
     if sink is not None:
         acc, l_i, m_i = add_sink(acc, l_i, m_i, sink, batch, head, NATURAL)
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
     lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
-    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     if NATURAL:
         log_l = tl.math.log2(l_safe) * LN_2
         lse = tl.where(l_i == 0.0, -float("inf"), m_i + log_l)
