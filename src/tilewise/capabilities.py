@@ -73,7 +73,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         interpretable=True,
         min_compute_capability=80,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
     ),
     Capability(
         "torch",
@@ -82,7 +82,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
     ),
     Capability(
         "reference",
@@ -91,7 +91,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
         auto=False,
         quadratic=True,
     ),
