@@ -269,26 +269,26 @@ def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | 
     if spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor):
         raise InvalidInput("every call draws a seed of its own for this spec: give it one, tilewise.dropout(p, seed=tensor).")
     (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
-    if isinstance(rows, torch.Tensor):
-        if rows.dtype != torch.int64 or rows.dim() != 1 or rows.device != q.device:
-            raise InvalidInput(
-                f"rows is {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}, expected int64 of one dim on {q.device}."
-            )
-    elif rows is not None and not isinstance(rows, slice):
+    listed = rows if isinstance(rows, torch.Tensor) else None
+    if listed is not None and (listed.dtype != torch.int64 or listed.dim() != 1 or listed.device != q.device):
+        got = f"{listed.dtype} of shape {tuple(listed.shape)} on {listed.device}"
+        raise InvalidInput(f"rows is {got}, expected int64 of one dim on {q.device}.")
+    if listed is None and rows is not None and not isinstance(rows, slice):
         raise InvalidInput(f"rows must be a slice, an int64 tensor or None, got {type(rows).__name__}.")
     if not spec.dropout:
         whole = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=q.device).expand(batch, heads, seqlen_q, seqlen_k)
         return whole if rows is None else whole[:, :, rows]
     tensors = seeded(spec, q.device)
-    describe(spec, tensors, q, k)
+    describe(dataclasses.replace(spec, plan=""), tensors._replace(plan=None), q, k)
     seed = full_rank("seed", tensors.seed)
-    if isinstance(rows, torch.Tensor):
-        return chosen_rows(seed, spec.p_dropout, batch, heads, rows, seqlen_k)
-    first, last, step = (rows or slice(None)).indices(seqlen_q)
+    if listed is not None:
+        return chosen_rows(seed, spec.p_dropout, batch, heads, listed % seqlen_q if seqlen_q else listed, seqlen_k)
+    first, last, step = (rows if isinstance(rows, slice) else slice(None)).indices(seqlen_q)
     if step < 1:
         raise InvalidInput(f"rows is {rows}, expected a step of at least 1.")
-    shown = slice(first, max(first, last))
-    return kept(seed, spec.p_dropout, slice(0, batch), torch.arange(heads, device=q.device), shown, slice(0, seqlen_k))[:, :, ::step]
+    every = torch.arange(heads, device=q.device)
+    shown = kept(seed, spec.p_dropout, slice(0, batch), every, slice(first, max(first, last)), slice(0, seqlen_k))
+    return shown[:, :, ::step]
 
 
 def explain(
