@@ -387,7 +387,8 @@ def test_a_jacobian_of_each_example():
 
     got = torch.vmap(lambda q, v: torch.func.jacrev(f, argnums=1)(q, v))(q, v)
     leaf = v.clone().requires_grad_()
-    out = by_seed(q.flatten(0, 1), k[0].repeat(3, 1, 1, 1), leaf.flatten(0, 1), SEED).unflatten(0, (3, 2)).sum(-1)[:, :, 0].flatten(1)
+    out = by_seed(q.flatten(0, 1), k[0].repeat(3, 1, 1, 1), leaf.flatten(0, 1), SEED)
+    out = out.unflatten(0, (3, 2)).sum(-1)[:, :, 0].flatten(1)
     for i, j in itertools.product(range(3), (0, 17)):
         close(got[i, j], torch.autograd.grad(out[i, j], leaf, retain_graph=True)[0][i])
 
@@ -469,12 +470,12 @@ def test_a_mask_that_cannot_be_shown():
     q, k, _ = qkv()
     with pytest.raises(tw.InvalidInput, match="every call draws a seed of its own"):
         tw.dropout_mask(q, k, tw.dropout(0.1))
-    with pytest.raises(tw.InvalidInput, match="spec must be a tilewise.Spec, got float"):
+    with pytest.raises(tw.InvalidInput, match=r"spec must be a tilewise.Spec, got float"):
         tw.dropout_mask(q, k, 0.1)  # type: ignore[arg-type]
     spec = tw.dropout(0.1, SEED)
-    with pytest.raises(tw.InvalidInput, match="rows must be a slice, an int64 tensor or None, got int"):
+    with pytest.raises(tw.InvalidInput, match=r"rows must be a slice, an int64 tensor or None, got int"):
         tw.dropout_mask(q, k, spec, rows=3)  # type: ignore[arg-type]
-    with pytest.raises(tw.InvalidInput, match="rows is torch.float32 of shape"):
+    with pytest.raises(tw.InvalidInput, match=r"rows is torch.float32 of shape"):
         tw.dropout_mask(q, k, spec, rows=torch.tensor([0.5]))
     with pytest.raises(tw.InvalidInput, match="step of at least 1"):
         tw.dropout_mask(q, k, spec, rows=slice(None, None, -1))

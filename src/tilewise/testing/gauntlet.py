@@ -393,8 +393,8 @@ GAUNTLET: tuple[Entry, ...] = (
     ),
     Entry(
         "dropout",
-        "a dropout mask that depends on the tile, or is the same for heads or batches; a lost 1 / (1 - p), in o or in a gradient; a "
-        "mask that is not applied to dp, or to ds; an lse that feels it",
+        "a dropout mask that depends on the tile, or is the same for heads or batches; a lost 1 / (1 - p), in o or in a gradient; "
+        "a mask that is not applied to dp, or is applied to ds; an lse that feels it",
         (2, 4, 2, 77, 139, 16, 16),
         causal(),
         loss="o+lse",
@@ -414,7 +414,9 @@ GAUNTLET: tuple[Entry, ...] = (
         unsorted_ids(2, 90, 70),
         terms="dropout:0.5",
     ),
-    Entry("dropout_all", "a factor of 1 / 0 where everything is dropped", (1, 2, 1, 40, 70, 16, 16), loss="o+lse", terms="dropout:1"),
+    Entry(
+        "dropout_all", "a factor of 1 / 0 where everything is dropped", (1, 2, 1, 40, 70, 16, 16), loss="o+lse", terms="dropout:1"
+    ),
     Entry(
         "documents",
         "a tile that is called free where two documents meet; a segment check that is lost in a pass; documents that end at tiles' "
