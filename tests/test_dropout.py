@@ -332,8 +332,8 @@ def test_compiled(seeded):
 # vmap.
 
 
-def by_seed(q, k, v, seed):
-    return tw.attention(q, k, v, spec=tw.dropout(0.4, seed), backend=BACKEND)
+def by_seed(q, k, v, seed, backend=BACKEND):
+    return tw.attention(q, k, v, spec=tw.dropout(0.4, seed), backend=backend)
 
 
 def examples():
@@ -350,12 +350,19 @@ def test_vmap_counts_the_folded_batch():
     close(same, torch.stack([by_seed(*t, SEED) for t in zip(q, k, v, strict=True)]))
 
 
-def test_vmap_over_seeds_is_the_loop():
+def test_vmap_over_seeds_is_the_loop(backend):
+    def f(q, k, v, seed):
+        return by_seed(q, k, v, seed, backend)
+
     q, k, v = examples()
     seeds = torch.tensor([4, 9, 4])
-    close(torch.vmap(by_seed)(q, k, v, seeds), torch.stack([by_seed(*t) for t in zip(q, k, v, seeds, strict=True)]))
-    got = torch.vmap(by_seed, in_dims=(None, None, None, 0))(q[0], k[0], v[0], seeds)
-    close(got, torch.stack([by_seed(q[0], k[0], v[0], seed) for seed in seeds]))
+    close(torch.vmap(f)(q, k, v, seeds), torch.stack([f(*t) for t in zip(q, k, v, seeds, strict=True)]))
+    got = torch.vmap(f, in_dims=(None, None, None, 0))(q[0], k[0], v[0], seeds)
+    close(got, torch.stack([f(q[0], k[0], v[0], seed) for seed in seeds]))
+    gradient = torch.func.grad(lambda *t: f(*t).square().sum(), argnums=(0, 1, 2))
+    for i, grads in enumerate(zip(*torch.vmap(gradient)(q, k, v, seeds), strict=True)):
+        for a, b in zip(grads, gradient(q[i], k[i], v[i], seeds[i]), strict=True):
+            close(a, b)
 
 
 def test_gradients_of_each_example_have_the_masks_of_its_forward_pass():

@@ -1,7 +1,7 @@
 """The batching rules of the operators: under ``torch.func.vmap`` the mapped dim is folded into the batch.
 
-Dropout counts the entries of the folded batch, so that examples have masks of their own. Where a seed is mapped, or the backward pass
-alone, or where randomness is "same", an example has the masks of the call alone: the seed of each entry goes with its number then.
+Dropout counts the entries of the folded batch, so that examples have masks of their own. Where a seed is mapped, or only the
+backward pass, or where randomness is "same", an example has the masks of the call alone: its seeds go with their numbers then.
 """
 
 from __future__ import annotations
