@@ -41,7 +41,14 @@ DROP_MUTANTS: tuple[Mutant, ...] = (
         "kept(of_batch, head_kv, start_m",
         ("dropout",),
     ),
-    Mutant("dropout_same_for_batches", "all batches share a mask", DROP, "number = batch\n", "number = batch * 0\n", ("dropout",)),
+    Mutant(
+        "dropout_same_for_batches",
+        "all batches share a mask",
+        DROP,
+        "== 0, batch, tl.load",
+        "== 0, batch * 0, tl.load",
+        ("dropout",),
+    ),
     Mutant("dropout_unscaled", "o lacks 1 / (1 - p)", FWD, "acc *= drop[4]", "acc *= 1.0", ("dropout",)),
     Mutant("dropout_unscaled_in_dv", "dv lacks 1 / (1 - p)", BWD, "dv *= drop[4]", "dv *= 1.0", ("dropout",)),
     Mutant(

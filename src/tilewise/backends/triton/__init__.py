@@ -175,8 +175,7 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
         return None
     p, seed = problem.spec.p_dropout, tensors.seed
     limit = limit_of(p)
-    numbers = seed[:, 1] if seed.shape[1] > 1 else None
-    return seed, broadcast_strides(seed)[0], numbers, limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
+    return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
 def _columns(problem: Problem, names: str) -> tuple[int, ...]:
@@ -356,7 +355,7 @@ def launch_dbias(
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
-    own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "FLAT": flat}
+    own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
     shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED")}
     plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
     return plan.launch(q, k, v, do, grad, lse, delta)
