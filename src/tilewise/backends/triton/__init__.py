@@ -175,8 +175,7 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
         return None
     p, seed = problem.spec.p_dropout, tensors.seed
     limit = limit_of(p)
-    numbers = seed[:, 1] if seed.shape[1] > 1 else None
-    return seed, broadcast_strides(seed)[0], numbers, limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
+    return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
 def _columns(problem: Problem, names: str) -> tuple[int, ...]:

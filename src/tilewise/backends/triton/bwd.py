@@ -105,19 +105,18 @@ def _dkdv_tiles(
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+        signed_t = p_t
         if drop is not None:
             # The sign of a weight says until the end of the step whether it is dropped: a mask of its own would take registers.
-            p_t = tl.where(kept(of_batch, head, start_m, start_n, BLOCK_M, p_t.shape[0], True), p_t, -p_t)
+            signed_t = tl.where(kept(of_batch, head, start_m, start_n, BLOCK_M, p_t.shape[0], True), p_t, -p_t)
+            p_t = tl.where(signed_t < 0.0, 0.0, signed_t)
         if NEED_DV:
-            used_t = p_t
-            if drop is not None:
-                used_t = tl.where(p_t < 0.0, 0.0, p_t)
-            dv = tl.dot(operand(used_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
+            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
         if NEED_DK:
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if drop is not None:
-                dp_t = tl.where(p_t < 0.0, 0.0, dp_t * drop[4])
-                p_t = tl.abs(p_t)
+                dp_t = tl.where(signed_t < 0.0, 0.0, dp_t * drop[4])
+                p_t = tl.abs(signed_t)
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
@@ -154,7 +153,9 @@ def _dkdv_kernel(
     of_key = None
     if table is not None:
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-    of_batch = drop_terms(drop, batch)
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     for member in range(group):
         head = head_kv * group + member
         head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
@@ -267,8 +268,10 @@ def _dq_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    of_batch = drop_terms(drop, batch)
     of_query = None
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     tiles = None
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)

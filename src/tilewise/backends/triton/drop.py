@@ -1,8 +1,8 @@
 """Dropout in Triton kernels: which weights of a tile are kept. The rule is that of ``keep.py``, bit for bit.
 
-``drop`` is None without dropout, or holds ``(seeds, stride, numbers, limit, scale)``: the seed of each batch entry, and its number
-(``numbers`` None: its place), ``limit`` as an int32 of the same bits. All but the pointers are run-time numbers, so that one kernel
-serves every probability.
+``drop`` is None without dropout, or holds ``(seeds, stride, number, limit, scale)``: the seed of each batch entry, how far behind
+it its number lies (0: its number is its place), ``limit`` as an int32 of the same bits. All but the pointer are run-time numbers,
+so that one kernel serves every probability.
 """
 
 import triton
@@ -19,18 +19,10 @@ RAISE_B: tl.constexpr = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def drop_terms(drop, batch):
-    """``(seed, number of the batch entry, limit)`` of a program, 0 if there is no dropout."""
-    seed = 0
-    number = 0
-    limit = 0
-    if drop is not None:
-        at = batch.to(tl.int64) * drop[1]
-        seed = tl.load(drop[0] + at)
-        number = batch
-        if drop[2] is not None:
-            number = tl.load(drop[2] + at).to(tl.int32)
-        limit = tl.cast(drop[3], tl.int32)
-    return seed, number, limit
+    """``(seed, number of the batch entry, limit)`` of a program."""
+    at = drop[0] + batch.to(tl.int64) * drop[1]
+    number = tl.where(tl.cast(drop[2], tl.int32) == 0, batch, tl.load(at + drop[2]).to(tl.int32))
+    return tl.load(at), number, tl.cast(drop[3], tl.int32)
 
 
 @triton.jit

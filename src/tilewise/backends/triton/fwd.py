@@ -108,8 +108,10 @@ def _fwd_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    of_batch = drop_terms(drop, batch)
     of_query = None
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     tiles = None
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
