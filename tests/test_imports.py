@@ -23,7 +23,7 @@ LAYERS = (
     ("reference", "backends"),
     ("select",),
     ("batching", "ops"),
-    ("tile_map", "api", "merge", "cache"),
+    ("tile_map", "api", "merge", "cache", "second_pass"),
     ("parallel", "integrations", "cli", "testing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -7,6 +7,7 @@ from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
 from .reference import reference
+from .second_pass import attention_weights, column_sums
 from .spec import Spec, causal, full, window
 from .terms import alibi, bias, dense, dropout, row_intervals, segments, sink, softcap
 
@@ -24,9 +25,11 @@ __all__ = [
     "Spec",
     "alibi",
     "attention",
+    "attention_weights",
     "bias",
     "causal",
     "chunked",
+    "column_sums",
     "dense",
     "documents",
     "dropout",

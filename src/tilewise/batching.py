@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from .errors import InvalidInput
 from .operands import DIMS, full_rank
 from .spec import SLOTS, Spec
 
-__all__ = ["backward_rule", "forward_rule"]
+__all__ = ["backward_rule", "forward_rule", "second_pass_rule"]
 
 _PLAN = SLOTS.index("plan")
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
@@ -143,5 +144,21 @@ def backward_rule(op: Any) -> Any:
                 g = g.sum(1, keepdim=True)
             results.append((g.reshape(size, *own.shape), 0))
         return tuple(zip(*results, strict=True))
+
+    return rule
+
+
+def second_pass_rule(op: Any) -> Any:
+    """Arguments: q, k, lse, rows, five that are no tensors, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, dims = info.batch_size, _dims(in_dims, 9 + len(SLOTS))
+        args = (*args, *(None,) * (9 + len(SLOTS) - len(args)))
+        if dims[3] is not None:
+            raise InvalidInput("rows differ from sample to sample under vmap: choose the same queries for all.")
+        batch = _sample(args[0], dims[0]).shape[0]
+        folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
+        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, ""))
+        return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
 
     return rule

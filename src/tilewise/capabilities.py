@@ -75,7 +75,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         min_compute_capability=80,
         gradients="qkvbas",
         terms=(*SCORES, *MASKS, "dropout"),
-        returns=("max_logit",),
+        returns=("max_logit", "column_sums"),
     ),
     Capability(
         "torch",
@@ -85,7 +85,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         max_head_dim=None,
         gradients="qkvbas",
         terms=(*SCORES, *MASKS, "dropout"),
-        returns=("max_logit",),
+        returns=("max_logit", "weights", "column_sums"),
     ),
     Capability(
         "reference",
@@ -95,7 +95,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         max_head_dim=None,
         gradients="qkvbas",
         terms=(*SCORES, *MASKS, "dropout"),
-        returns=("max_logit",),
+        returns=("max_logit", "weights", "column_sums"),
         auto=False,
         quadratic=True,
     ),

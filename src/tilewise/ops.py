@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .backends import module_of
+from .backends import module_of, second_pass_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
 from .operands import describe, full_rank
@@ -85,7 +85,8 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors:
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    work = getattr(module_of(backend), direction)
+    module = module_of(backend) if direction in ("forward", "backward") else second_pass_of(backend)
+    work = getattr(module, direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):

@@ -153,6 +153,32 @@ def forward(
     lse.copy_(lse64)
 
 
+def _weights(problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    """``exp(s - lse)`` of all pairs; 0 where lse is -inf."""
+    pivot = lse.double().masked_fill(lse == float("-inf"), float("inf"))
+    return torch.exp(masked_scores(q, k, problem.spec, tensors, problem.sm_scale) - pivot[..., None])
+
+
+def weights(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+) -> None:
+    """Fill ``out`` (batch, heads_q, rows, seqlen_k) for the queries ``rows`` (backend interface)."""
+    out.copy_(_weights(problem, q, k, lse, tensors).index_select(2, rows))
+
+
+def column_sums(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tensors: Tensors = NO_TENSORS
+) -> None:
+    """Fill ``out`` (batch, heads_q, seqlen_k) with the sums over the queries (backend interface)."""
+    out.copy_(_weights(problem, q, k, lse, tensors).sum(2))
+
+
 def backward(
     problem: Problem,
     do: torch.Tensor,

@@ -13,10 +13,11 @@ from ..capabilities import refuse
 from ..errors import InvalidInput
 from ..operands import DIMS, full_rank
 from ..problem import Problem, grad_letters
+from ..second_pass import attention_weights, column_sums
 from ..select import capability
 from ..spec import SLOTS, Spec, Tensors
 
-__all__ = ["OUTPUTS", "TRAINED", "Call", "evaluate", "fit", "leaves_of", "random_call", "spec_with"]
+__all__ = ["OUTPUTS", "TRAINED", "Call", "chosen_rows", "evaluate", "fit", "leaves_of", "random_call", "spec_with"]
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 TRAINED = ("bias", "slopes", "sink")  # tensors of a spec that get a gradient: "dbias", "dslopes", "dsink" are further outputs
@@ -107,12 +108,23 @@ def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.
         o, lse, more["max_logit"] = attention(q, k, v, return_lse=True, return_max_logit=True, backend=backend, **arguments)
     else:
         o, lse = attention(q, k, v, return_lse=True, backend=backend, **arguments)
+    if isinstance(backend, str) and call.returns in ("weights", "column_sums"):
+        with torch.no_grad():
+            if call.returns == "weights":
+                more["weights"] = attention_weights(q, k, lse, rows=chosen_rows(call), backend=backend, **arguments)
+            else:
+                more["column_sums"] = column_sums(q, k, lse, backend=backend, **arguments)
     out = {"o": o.detach(), "lse": lse.detach(), **more}
     if call.has_gradient:
         used = [(t, g) for t, g in ((o, call.do), (lse, call.dlse)) if g is not None]
         grads = torch.autograd.grad([t for t, _ in used], list(leaves.values()), [g for _, g in used], allow_unused=True)
         out.update({n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)})
     return out
+
+
+def chosen_rows(call: Call) -> torch.Tensor:
+    """The queries whose weights a call wants: every third, from the last, so neither ascending nor evenly placed in tiles."""
+    return torch.arange(call.q.shape[2] - 1, -1, -3, device=call.q.device)
 
 
 def leaves_of(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from ..operands import full_rank
 from ..reference import distance_of, factor_of, mask_of, reference, scored, softmax_of
 from ..spec import RETURNS
 from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
-from .extras import expected_of, rounding_of
+from .extras import expected_of, rounding_of, silent_of
 
 __all__ = ["Mismatch", "Result", "Yardstick", "compare", "raise_if_failed", "round_to_tf32"]
 
@@ -206,7 +206,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     factor = factor_of(call.spec, call.spec.tensors, call.q, call.k)
     used_error = p_error * factor
     out = {"o": _rss(used_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
-    extras = rounding_of(call, ok, score)
+    extras = rounding_of(call, score, p, row, expected)
     if call.has_gradient:
         do = torch.zeros_like(expected["o"]) if call.do is None else call.do.double()
         dlse = torch.zeros_like(row) if call.dlse is None else call.dlse.double()[..., None]
@@ -314,6 +314,7 @@ def _silent(call: Call) -> dict[str, torch.Tensor]:
         ok = ok & (full_rank("bias", bias) != float("-inf"))
     rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0
     out = {"o": rows[..., None], "dq": rows[..., None], "dk": keys[..., None], "dv": keys[..., None]}
+    out.update(silent_of(call, ok))
     if bias is not None:
         out["dbias"] = (ok.double().sum_to_size(full_rank("bias", bias).shape) == 0).view(bias.shape)
     return out
