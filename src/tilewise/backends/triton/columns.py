@@ -56,7 +56,7 @@ def _column_tiles(
         p_t = weights(s_t, pivot[None, :], 0.0, NATURAL)
         if MASKED:
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-            if mask is not None:
+            if tiles is not None:
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
@@ -84,11 +84,12 @@ def _column_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
     )
-    of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+    of_key = None
     head_of_all = (batch * heads_q + head).to(tl.int64)
     head_rows = head_of_all * seqlen_q
     tiles = None
     if table is not None:
+        of_key = key_terms(mask, batch, kv_pos, seqlen_k)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, n_block)
     if HAS_UPPER and table is None:
         total = _column_tiles(
