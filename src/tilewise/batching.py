@@ -10,7 +10,7 @@ import torch
 from .operands import DIMS, full_rank
 from .spec import SLOTS
 
-__all__ = ["backward_rule", "forward_rule"]
+__all__ = ["backward_rule", "forward_rule", "jvp_rule"]
 
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
 
@@ -69,6 +69,23 @@ def forward_rule(op: Any) -> Any:
         batch = _sample(args[0], dims[0]).shape[0]
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         outputs = op(*folded, *args[3:8], *_operands(args[8:], dims[8:], size, batch, ""))
+        return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
+
+    return rule
+
+
+def jvp_rule(op: Any) -> Any:
+    """Arguments: q, k, v, five that are no tensors, the tangents of q, k, v, bias, slopes and sink, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, count = info.batch_size, 14 + len(SLOTS)
+        dims, args = _dims(in_dims, count), (*args, *(None,) * (count - len(args)))
+        batch = _sample(args[0], dims[0]).shape[0]
+        q, k, v, tq, tk, tv = (_folded(args[i], dims[i], size) for i in (0, 1, 2, 8, 9, 10))
+        of_terms = zip(SLOTS, args[11:14], dims[11:14], strict=False)
+        moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
+        operands = _operands(args[14:], dims[14:], size, batch, "")
+        outputs = op(q, k, v, *args[3:8], tq, tk, tv, *moved, *operands)
         return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
 
     return rule

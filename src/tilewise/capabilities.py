@@ -25,7 +25,7 @@ class Capability:
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
     descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
-    of a spec besides bounds (out of ``spec.TERMS``).
+    of a spec besides bounds (out of ``spec.TERMS``); ``jvp`` says whether it has forward-mode derivatives.
     """
 
     backend: str
@@ -43,6 +43,7 @@ class Capability:
     forward_only: tuple[tuple[int, int], ...] = ()
     bulk_only: bool = False
     gradients: str = "qkv"
+    jvp: bool = False
     terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
@@ -73,6 +74,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         interpretable=True,
         min_compute_capability=80,
         gradients="qkvbas",
+        jvp=True,
         terms=(*SCORES, *MASKS),
     ),
     Capability(
@@ -82,6 +84,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
+        jvp=True,
         terms=(*SCORES, *MASKS),
     ),
     Capability(
@@ -91,6 +94,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
+        jvp=True,
         terms=(*SCORES, *MASKS),
         auto=False,
         quadratic=True,
@@ -142,6 +146,12 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if lacking:
         have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
         no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    if p.jvp:
+        alone = [term for term in p.spec.terms if term not in (*SCORES, *MASKS)]
+        if not c.jvp:
+            no("jvp", "a forward-mode derivative is asked for, it has none")
+        elif alone:
+            no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"

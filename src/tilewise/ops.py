@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .backends import module_of
+from .backends import jvp_module_of, module_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
 from .operands import describe, full_rank
@@ -78,7 +78,7 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors:
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    work = getattr(module_of(backend), direction)
+    work = getattr((jvp_module_of if direction == "jvp" else module_of)(backend), direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -118,20 +118,20 @@ _bound: dict[tuple[Any, ...], _Binding] = {}
 _MOST_BOUND = 4096
 
 
-def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS) -> _Binding:
+def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS, jvp="") -> _Binding:
     """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
     key = (
         *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
         *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
         *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
-        *(spec, sm_scale, precision, backend, grad),
+        *(spec, sm_scale, precision, backend, grad, jvp),
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
     )
     if tensors is not NO_TENSORS:
         key = (*key, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
-        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors)
+        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors, jvp)
         found = _Binding(problem, choose(problem, backend).backend, problem.is_empty)
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
@@ -350,7 +350,9 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_INPUTS])
+        saved = (*inputs[:3], *output, *inputs[3:_INPUTS])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         ctx.arguments = inputs[_INPUTS:-1]
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -361,7 +363,9 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_derivative("forward-mode derivative (jvp)")
+        from .ops_jvp import by_rule
+
+        return *by_rule(ctx, tangents), None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
@@ -370,7 +374,12 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
     _refuse_functorch()
-    _refuse_tangents(q, k, v, *given)
+    if torch.autograd.forward_ad._current_level >= 0:
+        from .ops_jvp import dual_forward, tangents_of
+
+        tangents = tangents_of(q, k, v, given)
+        if tangents is not None:
+            return dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
@@ -405,6 +414,12 @@ def attention_op(
     elif torch._C._are_functorch_transforms_active():
         # Whether a transform outside wants a gradient is not to be seen from here.
         grad = "b" if tensors.bias is not None else ""
+        if torch.autograd.forward_ad._current_level >= 0:
+            from .ops_jvp import fused
+
+            found = fused(q, k, v, tensors, spec, sm_scale, precision, backend, grad)
+            if found is not None:
+                return found
         o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
     else:
         # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.

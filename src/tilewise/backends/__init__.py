@@ -4,7 +4,10 @@ A backend that takes specs that name tensors has three more arguments, given onl
 of their slots; ``rows`` (batch, heads_q, seqlen_q, 2), the largest score of a row and the logarithm of its sum over that one, which
 only problems with ``keeps_rows`` need; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
 
-Both fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
+A backend with forward-mode derivatives has ``jvp(problem, q, k, v, o, lse, t_o, t_lse, tangents)``, with ``tensors`` and ``rows``
+for such specs, in the module that ``_JVP`` names.
+
+All fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
 on first use, so that a machine without Triton can import tilewise.
 """
 
@@ -17,7 +20,7 @@ from types import ModuleType
 from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["forget", "module_of"]
+__all__ = ["forget", "jvp_module_of", "module_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -25,25 +28,36 @@ _MODULES = {
     "torch": "tilewise.backends.torch_tiles",
     "reference": "tilewise.reference",
 }
+_JVP = {
+    "triton": "tilewise.backends.triton.jvp_launch",
+    "torch": "tilewise.backends.torch_jvp",
+    "reference": "tilewise.reference",
+}
 _loaded: dict[str, ModuleType] = {}
 
 
 def module_of(backend: str) -> ModuleType:
     """The module of a backend that ``select.choose`` named."""
-    module = _loaded.get(backend)
-    if module is None:
-        try:
-            module = importlib.import_module(_MODULES[backend])
-        except ImportError as error:
-            raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
-        _loaded[backend] = module
+    return _loaded.get(backend) or _load(backend, backend, _MODULES[backend])
+
+
+def jvp_module_of(backend: str) -> ModuleType:
+    """The module with the forward-mode derivative of a backend that has one."""
+    return _loaded.get(f"{backend} jvp") or _load(f"{backend} jvp", backend, _JVP[backend])
+
+
+def _load(key: str, backend: str, name: str) -> ModuleType:
+    try:
+        module = _loaded[key] = importlib.import_module(name)
+    except ImportError as error:
+        raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
     return module
 
 
 def forget() -> None:
     """Forget every config that was looked up, here and in the backends, so that the next call sees records as they are now."""
     configs.forget()
-    for name in _MODULES.values():
+    for name in {*_MODULES.values(), *_JVP.values()}:
         own = getattr(sys.modules.get(name), "forget", None)
         if own is not None:
             own()

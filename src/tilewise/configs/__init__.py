@@ -28,7 +28,7 @@ __all__ = [
     "splits_dkdv",
 ]
 
-PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads, and "jvp"
 
 
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
@@ -68,6 +68,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
     resident = rows * (first if pass_ in ("fwd", "dv") else both)
     streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    if pass_ == "jvp":  # every tile may have a tangent beside it
+        resident, streamed = rows * first * 2, streamed_rows * both * 2
     if pass_ == "dbias":
         resident, streamed = 0, (rows + streamed_rows) * both + rows * 16
     bias = p.operand("bias")
@@ -124,6 +126,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
         ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    elif pass_ == "jvp":  # two accumulators and two tiles of scores, whatever the width: as many warps as rows allow
+        ladder = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)]
     elif pass_ == "fwd":
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:
