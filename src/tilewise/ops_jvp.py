@@ -52,10 +52,15 @@ _LIB.define(
 _JVP = torch.ops.tilewise.attention_jvp
 
 
+def _filled(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """All tensors of the spec: the dispatcher drops those at the end that are None."""
+    return (*given, *(None,) * (len(SLOTS) - len(given)))
+
+
 def _check(tangents: Tangents, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequence[torch.Tensor | None]) -> None:
     """Raise InvalidInput unless each tangent fits what it is a tangent of."""
     sizes = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}
-    for name, own, t in zip(_MOVED, (q, k, v, *(given or (None,) * 3)[:3]), tangents, strict=True):
+    for name, own, t in zip(_MOVED, (q, k, v, *_filled(given)[:3]), tangents, strict=True):
         if t is None:
             continue
         if own is None:
@@ -175,16 +180,12 @@ def _moved(t: torch.Tensor | None) -> torch.Tensor | None:
 
 def tangents_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequence[torch.Tensor | None]) -> Tangents | None:
     """The tangents of the inputs of a call at the innermost level of forward mode; None if nothing moves."""
-    found = Tangents(*map(_moved, (q, k, v, *(given or (None,) * 3)[:3])))
+    found = Tangents(*map(_moved, (q, k, v, *_filled(given)[:3])))
     return found if found.letters else None
 
 
 def _primals(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if t is None else forward_ad.unpack_dual(t).primal for t in tensors)
-
-
-def _filled(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    return (*given, *(None,) * (len(SLOTS) - len(given)))
 
 
 def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
@@ -197,7 +198,7 @@ def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tange
 def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     """The operator where autograd may be recording; see ``ops._forward_autograd``."""
     _refuse_functorch()
-    tangents, given = given[: len(_MOVED)], _filled(given[len(_MOVED) :])
+    tangents, given = Tangents(*given[: len(_MOVED)]), _filled(given[len(_MOVED) :])
     if tangents_of(q, k, v, given) is not None or any(_moved(t) is not None for t in tangents):
         raise _refuse_second("forward-mode derivative of its forward-mode derivative")
     if torch.is_grad_enabled():

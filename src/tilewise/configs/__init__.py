@@ -126,8 +126,11 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
         ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
-    elif pass_ == "jvp":  # two accumulators and two tiles of scores, whatever the width: as many warps as rows allow
-        ladder = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)]
+    elif pass_ == "jvp":  # two accumulators and two tiles of scores: few columns of keys where the rest takes registers
+        crowded = wide > 128 or "bias" in problem.spec.steps or (wide == 128 and bool(problem.spec.steps))
+        ladder = [(128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)]
+        if not crowded:
+            ladder = [(128, 64, 8, 2), (64, 64, 4, 2), *ladder]
     elif pass_ == "fwd":
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:

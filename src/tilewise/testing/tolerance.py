@@ -347,7 +347,7 @@ class Yardstick:
             return Result(name, output, error, bound, False, why)
 
         q = self.call.q
-        dtype = torch.promote_types(q.dtype, torch.float32) if output == "lse" else q.dtype
+        dtype = torch.promote_types(q.dtype, torch.float32) if output.endswith("lse") else q.dtype
         if output[1:] in TRAINED:
             dtype = getattr(self.call.spec.tensors, output[1:]).dtype
         if got is None:

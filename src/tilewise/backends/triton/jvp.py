@@ -114,16 +114,18 @@ def _jvp_tiles(
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
         weights = operand(p, DTYPE, WIDEN)
         acc = tl.dot(weights, v_tile, acc, input_precision=PRECISION)
-        if HAS_TV:
-            tv_tile = load_tile(tv, tv_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
-            acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
-        if OF_SCORES:
+        if OF_SCORES:  # between two products, so that the first of them goes on meanwhile
             pt = p * t
             if MASKED:
                 # Keys that nobody sees may hold anything, and 0 * NaN is not 0.
                 pt = tl.where(ok, pt, 0.0)
             t_i = t_i * alpha + tl.sum(pt, 1)
-            acc_t = tl.dot(operand(pt, DTYPE, WIDEN), v_tile, acc_t, input_precision=PRECISION)
+            weights_t = operand(pt, DTYPE, WIDEN)
+        if HAS_TV:
+            tv_tile = load_tile(tv, tv_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+            acc_t = tl.dot(weights, tv_tile, acc_t, input_precision=PRECISION)
+        if OF_SCORES:
+            acc_t = tl.dot(weights_t, v_tile, acc_t, input_precision=PRECISION)
     return acc, acc_t, l_i, t_i, m_i
 
 

@@ -1,7 +1,12 @@
-"""The launch of the forward-mode kernel (``jvp.py``): binds tangents beside the tensors of a forward pass."""
+"""The launch of the forward-mode kernel (``jvp.py``): binds tangents beside the tensors of a forward pass.
+
+The kernel holds two accumulators. Beyond 128 columns of v they do not fit the registers: then it runs once for each part of the
+columns, and makes the scores anew each time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +22,9 @@ from ..launching import Launch, Plan, broadcast_strides
 from . import _FAR_STRIDE, _columns, _mask, _masked, _plan, _scores, _settings, _sink, _steps
 from .jvp import _jvp_kernel
 
-__all__ = ["jvp", "launch_jvp"]
+__all__ = ["COLUMNS", "jvp", "launch_jvp", "parts_of"]
+
+COLUMNS = 128  # of v at once
 
 
 def _jvp(
@@ -73,6 +80,16 @@ def launch_jvp(
     return plan.launch(q, k, v, *_given(q, k, v, tangents), o, t_o, lse, t_lse)
 
 
+@functools.lru_cache(maxsize=4096)
+def parts_of(problem: Problem) -> tuple[tuple[Problem, slice], ...]:
+    """The problem itself, or one for each part of the columns of v."""
+    width = problem.head_dim_v
+    if width <= COLUMNS:
+        return ((problem, slice(None)),)
+    cuts = [slice(first, min(first + COLUMNS, width)) for first in range(0, width, COLUMNS)]
+    return tuple((dataclasses.replace(problem, head_dim_v=cut.stop - cut.start), cut) for cut in cuts)
+
+
 def jvp(
     problem: Problem,
     q: torch.Tensor,
@@ -87,12 +104,15 @@ def jvp(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o``, ``lse``, ``t_o`` and ``t_lse`` (backend interface)."""
-    config = configs.lookup(problem, "jvp")
-    if tensors is NO_TENSORS:
-        given: tuple[Any, ...] = (q, k, v, *_given(q, k, v, tangents), o, t_o, lse, t_lse)
-        _jvp_plan(problem, config).run(*given)
-        return
-    with torch.cuda.device_of(q):
-        kept = rows if problem.keeps_rows else None
-        mask = _mask(problem, tensors, config)
-        launch_jvp(problem, config, q, k, v, o, lse, t_o, t_lse, tangents, mask, tensors, kept).run()
+    kept = rows if problem.keeps_rows else None
+    for part, cut in parts_of(problem):
+        config = configs.lookup(part, "jvp")
+        own = tangents if tangents.v is None else tangents._replace(v=tangents.v[..., cut])
+        outputs = (o[..., cut], lse, t_o[..., cut], t_lse)
+        if tensors is NO_TENSORS:
+            given: tuple[Any, ...] = (q, k, v[..., cut], *_given(q, k, v[..., cut], own))
+            _jvp_plan(part, config).run(*given, outputs[0], outputs[2], lse, t_lse)
+            continue
+        with torch.cuda.device_of(q):
+            mask = _mask(part, tensors, config)
+            launch_jvp(part, config, q, k, v[..., cut], *outputs, own, mask, tensors, kept).run()
