@@ -86,7 +86,11 @@ def jvp_rule(op: Any) -> Any:
         moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
         operands = _operands(args[14:], dims[14:], size, batch, "")
         outputs = op(q, k, v, *args[3:8], tq, tk, tv, *moved, *operands)
-        return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
+        results = [_unfolded(t, size) for t in outputs]
+        if all(dim is None for dim in (*dims[:3], *dims[14:])):
+            # Only tangents differ: o, lse and rows are the same for all samples, and are not batched.
+            results[:3] = [(t if t.dim() == 1 else t[:batch].clone(), None) for t in outputs[:3]]
+        return tuple(zip(*results, strict=True))
 
     return rule
 

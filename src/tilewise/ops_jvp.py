@@ -32,6 +32,7 @@ from .ops import (
     _bind,
     _empty_outputs,
     _empty_rows,
+    _forward_autograd,
     _forward_fake,
     _gradients,
     _refuse_functorch,
@@ -188,25 +189,33 @@ def _primals(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if t is None else forward_ad.unpack_dual(t).primal for t in tensors)
 
 
-def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
-    """``(o, lse, rows)`` as dual tensors, outside of functorch transforms."""
-    q, k, v, *given = _primals(q, k, v, *_filled(given))
-    o, lse, rows, t_o, t_lse = _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *tangents, *given)
-    return forward_ad.make_dual(o, t_o), forward_ad.make_dual(lse, t_lse), rows
-
-
-def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given):
     """The operator where autograd may be recording; see ``ops._forward_autograd``."""
-    _refuse_functorch()
-    tangents, given = Tangents(*given[: len(_MOVED)]), _filled(given[len(_MOVED) :])
-    if tangents_of(q, k, v, given) is not None or any(_moved(t) is not None for t in tangents):
-        raise _refuse_second("forward-mode derivative of its forward-mode derivative")
     if torch.is_grad_enabled():
         found = grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *given[:3])))
         if found or any(t is not None and t.requires_grad for t in tangents):
             return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found or grad)
     with torch._C._AutoDispatchBelowAutograd():
         return _JVP(q, k, v, spec, sm_scale, precision, backend, grad, *tangents, *given)
+
+
+def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
+    """``(o, lse, rows)`` as dual tensors, outside of functorch transforms."""
+    q, k, v, *given = _primals(q, k, v, *_filled(given))
+    o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
+    if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
+        # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
+        o, lse, rows = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+    return forward_ad.make_dual(o, t_o), forward_ad.make_dual(lse, t_lse), rows
+
+
+def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    """The operator itself, called or in a graph."""
+    _refuse_functorch()
+    tangents, given = Tangents(*given[: len(_MOVED)]), _filled(given[len(_MOVED) :])
+    if tangents_of(q, k, v, given) is not None or any(_moved(t) is not None for t in tangents):
+        raise _refuse_second("forward-mode derivative of its forward-mode derivative")
+    return _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
 
 
 _LIB.impl("attention_jvp", _jvp_autograd, "Autograd")
