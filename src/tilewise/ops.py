@@ -373,13 +373,16 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
-    _refuse_functorch()
-    if torch.autograd.forward_ad._current_level >= 0:
-        from .ops_jvp import dual_forward, tangents_of
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        from .ops_jvp import dual_forward, is_jvp_level, tangents_of
 
         tangents = tangents_of(q, k, v, given)
         if tangents is not None:
             return dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
+        if is_jvp_level():
+            with torch._C._AutoDispatchBelowAutograd():
+                return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+    _refuse_functorch()
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))

@@ -50,6 +50,7 @@ _LIB.define(
     "attention_jvp(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad,"
     f" {', '.join(f'Tensor? t{name}=None' for name in _MOVED)}, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+_LEVEL = 0  # PyTorch has no other; a graph that is being traced does not tell that it is in it
 _JVP = torch.ops.tilewise.attention_jvp
 
 
@@ -175,7 +176,7 @@ class _JvpFunctorch(torch.autograd.Function):
 
 def _moved(t: torch.Tensor | None) -> torch.Tensor | None:
     """The tangent of ``t``; None if it has none, or one that is known to be zero."""
-    tangent = None if t is None else forward_ad.unpack_dual(t).tangent
+    tangent = None if t is None else forward_ad.unpack_dual(t, level=_LEVEL).tangent
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
 
@@ -186,12 +187,20 @@ def tangents_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequen
 
 
 def _primals(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if t is None else forward_ad.unpack_dual(t).primal for t in tensors)
+    return tuple(None if t is None else forward_ad.unpack_dual(t, level=_LEVEL).primal for t in tensors)
+
+
+def is_jvp_level() -> bool:
+    """Is the innermost functorch transform a jvp?"""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Jvp
 
 
 def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given):
     """The operator where autograd may be recording; see ``ops._forward_autograd``."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not is_jvp_level():
         found = grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *given[:3])))
         if found or any(t is not None and t.requires_grad for t in tangents):
             return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found or grad)
@@ -206,7 +215,7 @@ def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tange
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
         o, lse, rows = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
-    return forward_ad.make_dual(o, t_o), forward_ad.make_dual(lse, t_lse), rows
+    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows
 
 
 def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
@@ -223,14 +232,11 @@ _LIB.impl("attention_jvp", _jvp_autograd, "Autograd")
 
 def fused(q, k, v, given, *arguments):
     """``(o, lse)`` of a call inside functorch transforms; None unless the innermost is a jvp that moves one of the inputs."""
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    if innermost is None or innermost.key() != torch._C._functorch.TransformType.Jvp:
-        return None
-    tangents = tangents_of(q, k, v, given)
+    tangents = tangents_of(q, k, v, given) if is_jvp_level() else None
     if tangents is None:
         return None
     o, lse, _, t_o, t_lse = _JvpFunctorch.apply(*_primals(q, k, v, *_filled(given)), *tangents, *arguments)  # type: ignore[misc]
-    return forward_ad.make_dual(o, t_o), forward_ad.make_dual(lse, t_lse)
+    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL)
 
 
 def by_rule(ctx: Any, tangents: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
