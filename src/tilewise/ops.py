@@ -229,10 +229,8 @@ def _refuse_derivative(what: str) -> BackendRefused:
 
 
 def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    if torch.autograd.forward_ad._current_level < 0:
-        return
-    if any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise _refuse_derivative("forward-mode derivative (jvp)")
+    if any(t is not None and torch.autograd.forward_ad.unpack_dual(t, level=0).tangent is not None for t in tensors):
+        raise _refuse_derivative("forward-mode derivative of its backward pass")
 
 
 def _refuse_functorch() -> None:
@@ -278,12 +276,19 @@ class _BackwardFunctorch(torch.autograd.Function):
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
-    _refuse_functorch()
-    _refuse_tangents(*args[:7], *args[12:])
+    if torch.autograd.forward_ad._current_level >= 0:
+        _refuse_tangents(*args[:7], *args[12:])
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
+
+
+def _backward_dispatched(*args: Any) -> Any:
+    """The same where the dispatcher calls it. A graph that is being traced does not tell that it is at a level of forward mode."""
+    _refuse_functorch()
+    _refuse_tangents(*args[:7], *args[12:])
+    return _backward_autograd(*args)
 
 
 _INPUTS = 3 + len(SLOTS)
@@ -373,16 +378,12 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        from .ops_jvp import dual_forward, is_jvp_level, tangents_of
+    if torch.autograd.forward_ad._current_level >= 0:
+        from .ops_jvp import dual_forward, tangents_of
 
         tangents = tangents_of(q, k, v, given)
         if tangents is not None:
             return dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
-        if is_jvp_level():
-            with torch._C._AutoDispatchBelowAutograd():
-                return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
-    _refuse_functorch()
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
@@ -395,8 +396,19 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
         return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
 
-_LIB.impl("attention_forward", _forward_autograd, "Autograd")
-_LIB.impl("attention_backward", _backward_autograd, "Autograd")
+def _forward_dispatched(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    """The same where the dispatcher calls it: in a graph, while that is traced, or by its own name."""
+    from .ops_jvp import traced
+
+    found = traced(q, k, v, spec, sm_scale, precision, backend, grad, given)
+    if found is not None:
+        return found
+    _refuse_functorch()
+    return _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+
+
+_LIB.impl("attention_forward", _forward_dispatched, "Autograd")
+_LIB.impl("attention_backward", _backward_dispatched, "Autograd")
 
 
 def attention_op(

@@ -26,6 +26,7 @@ from .operands import DIMS, full_rank
 from .ops import (
     _ARGUMENTS,
     _DEVICES,
+    _FORWARD,
     _INPUTS,
     _LIB,
     _TENSORS,
@@ -216,6 +217,23 @@ def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tange
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
         o, lse, rows = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
     return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows
+
+
+def traced(q, k, v, spec, sm_scale, precision, backend, grad, given):
+    """``(o, lse, rows)`` where the dispatcher called the forward operator and forward mode has to do with it; None where not."""
+    tangents = tangents_of(q, k, v, given)
+    if is_jvp_level():
+        if tangents is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+    elif tangents is None or torch._C._are_functorch_transforms_active():
+        return None
+    elif torch._C._len_torch_dispatch_stack() == 0:
+        raise BackendRefused(
+            "dual tensors reached tilewise.attention through a compiled or exported graph, whose own code loses tangents: take the "
+            "forward-mode derivative inside of the compiled function (torch.func.jvp), or call tilewise.attention outside of one."
+        )
+    return dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
 
 
 def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
