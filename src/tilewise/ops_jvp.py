@@ -163,7 +163,9 @@ class _JvpFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3], *output[:3], *inputs[3:_INPUTS])
+        saved = (*inputs[:3], *output[:3], *inputs[3:_INPUTS])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)  # a vmap around it wants that of a jvp rule, though this one refuses
         ctx.arguments = inputs[-_ARGUMENTS:-1]
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
