@@ -153,6 +153,7 @@ class JvpYardstick(Yardstick):
 
     def __init__(self, call: Call, tangents: Tangents):
         self.call = call = call.replace(do=None, dlse=None)
+        self.tangents = tangents
         wide = torch.promote_types(call.q.dtype, torch.float32)
         self.expected = _along(lambda q, k, v, spec: reference(q, k, v, spec, call.scale), call, tangents, torch.float64)
         self.bound, self.rms_bound = {}, {}
