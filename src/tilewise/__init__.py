@@ -1,11 +1,11 @@
 """tilewise: exact softmax attention for PyTorch, computed on tiles."""
 
+from . import ops_jvp as _ops_jvp  # noqa: F401 (registers an operator)
 from .api import attention, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
 from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
-from . import ops_jvp as _ops_jvp  # noqa: F401 (registers an operator)
 from .problem import Problem
 from .reference import reference
 from .spec import Spec, causal, full, window

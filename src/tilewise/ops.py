@@ -229,7 +229,8 @@ def _refuse_derivative(what: str) -> BackendRefused:
 
 
 def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    if any(t is not None and torch._unpack_dual(t, level=0)[1] is not None for t in tensors):
+    unpack: Any = torch._unpack_dual  # type: ignore[attr-defined]
+    if any(t is not None and unpack(t, level=0)[1] is not None for t in tensors):
         raise _refuse_derivative("forward-mode derivative of its backward pass")
 
 

@@ -14,7 +14,7 @@ from .errors import InvalidInput
 from .operands import Operand, default_operand, describe, parse_operand
 from .spec import SLOTS, Spec, Tensors
 
-__all__ = ["DTYPES", "GRADIENTS", "PRECISIONS", "Problem", "Tangents", "grad_letters"]
+__all__ = ["DTYPES", "GRADIENTS", "NO_TANGENTS", "PRECISIONS", "Problem", "Tangents", "grad_letters"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32")
@@ -40,6 +40,9 @@ class Tangents(NamedTuple):
     def letters(self) -> str:
         """Those that are there, as letters of ``GRADIENTS``."""
         return grad_letters(*(t is not None for t in self))
+
+
+NO_TANGENTS = Tangents()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -222,7 +225,8 @@ class Problem:
         """Read a problem string. Only ``seqlen`` and ``head_dim`` are required; the rest has the defaults of a call.
 
         Words: ``dtype=bfloat16 batch=1 heads=32/8 seqlen=4096x4096 head_dim=128/128 mask=causal sm_scale=0.08
-        precision=tf32 grad=qkv jvp=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both sides.
+        precision=tf32 grad=qkv jvp=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both
+        sides.
         A tensor that the mask names may be described: ``mask=causal,bias bias=float32:1hqk``.
         """
         words: dict[str, str] = {}

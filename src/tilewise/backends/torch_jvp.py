@@ -4,8 +4,9 @@ With ``s`` the scores after all steps, ``ts`` their derivative, and ``p = exp(s 
 
     t_lse = sum_j p_j ts_j + p_sink tsink        t_o = sum_j p_j (ts_j v_j + tv_j) - t_lse o
 
-The walk is that of ``torch_tiles.forward``. Invariant after every key tile, besides the one of that walk: ``t_i = sum exp2(s2 - m_i)
-ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``. Tangents of scores are natural, whatever the unit of the scores is.
+The walk is that of ``torch_tiles.forward``. Invariant after every key tile, besides the one of that walk:
+``t_i = sum exp2(s2 - m_i) ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``. Tangents of scores are natural, whatever the unit of
+the scores is.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ _ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("tsink_without_weight", "the sink moves lse as it is", KERNEL, "t_i += weight * by", "t_i += by", "sink"),
     ("sink_no_alpha_on_t_i", "tangents keep their pivot", KERNEL, "    t_i = t_i * alpha\n", "    t_i = t_i + 0.0\n", "sink"),
     ("terms_not_seen", "hidden keys move the output", KERNEL, "ok = seen(", "_ = seen(", "row_intervals"),
-    ("negative_scale", "the sign reaches q and not its tangent", KERNEL, "tq_tile = -tq_tile", "tq_tile = tq_tile", "negative_scale"),
-    ("scale_twice_signed", "the sign counts twice", LAUNCH, "abs(p.sm_scale), triton.cdiv", "p.sm_scale, triton.cdiv", "negative_scale"),
+    ("negative_scale", "the sign reaches only q", KERNEL, "tq_tile = -tq_tile", "tq_tile = tq_tile", "negative_scale"),
+    ("scale_twice_signed", "the sign counts twice", LAUNCH, "abs(p.sm_scale), triton", "p.sm_scale, triton", "negative_scale"),
     ("torch_without_t_lse_o", "the normalisation does not move", TILES, ".sub_(acc.mul_(t_lse))", "", "gqa"),
     ("torch_no_softcap_slope", "tangents do not feel the cap", TILES, "t.mul_(slope)", "t.mul_(1.0)", "softcap"),
     (

@@ -65,7 +65,7 @@ class Verdict:
         if not self.killed:
             return f"{self.mutant.name:<32} SURVIVED"
         note = "  NOT EQUIVALENT" if self.mutant.equivalent else ""
-        return f"{self.mutant.name:<32} {self.mutant.backend:<7} {self.entry:<22} {self.output}{note}"
+        return f"{self.mutant.name:<32} {self.mutant.backend:<10} {self.entry:<22} {self.output}{note}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Proof:
     def __str__(self) -> str:
         killed = sum(v.killed for v in self.verdicts)
         equivalent = sum(v.mutant.equivalent is not None for v in self.verdicts)
-        head = f"{'mutant':<32} {'backend':<7} {'killed by':<22} output"
+        head = f"{'mutant':<32} {'backend':<10} {'killed by':<22} output"
         foot = f"{len(self.verdicts)} mutants: {killed} killed, {equivalent} known as equivalent"
         return "\n".join([head, *map(str, self.verdicts), foot, *(f"unmutated copy fails: {text}" for text in self.unmutated)])
 

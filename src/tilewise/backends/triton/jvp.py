@@ -1,4 +1,4 @@
-"""Forward mode: ``o`` and ``lse``, and their derivatives ``t_o`` and ``t_lse`` along tangents of whatever goes into them, in one pass.
+"""Forward mode: ``o``, ``lse`` and their derivatives ``t_o`` and ``t_lse`` along tangents of what goes into them, in one pass.
 
 With ``s`` the scores after all steps, ``ts`` their derivative, and ``p = exp(s - lse)``,
 

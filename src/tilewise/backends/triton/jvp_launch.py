@@ -16,7 +16,7 @@ import triton
 from ... import configs
 from ...configs import Config
 from ...plan import Masked
-from ...problem import Problem, Tangents
+from ...problem import NO_TANGENTS, Problem, Tangents
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from . import _FAR_STRIDE, _columns, _mask, _masked, _plan, _scores, _settings, _sink, _steps
@@ -33,7 +33,7 @@ def _jvp(
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
-    tangents: Tangents = Tangents(),
+    tangents: Tangents = NO_TANGENTS,
 ) -> Plan:
     p, letters = problem, problem.jvp
     grid, scalars, options = _settings(p, config, False)
