@@ -132,7 +132,7 @@ def default_config(problem: Problem, pass_: str) -> Config:
         if not crowded:
             ladder = [(128, 64, 8, 2), (64, 64, 4, 2), *ladder]
         if wide >= 128 and problem.arch.name not in ("sm_90", "sm_100"):  # warp-wide products: every operand sits in registers
-            ladder = [(64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
+            ladder = [(64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)][1 if problem.arch.bulk_copy else 0 :]
     elif pass_ == "fwd":
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:
