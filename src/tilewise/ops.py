@@ -6,12 +6,13 @@ The operators have fixed arity; the spec crosses as its string, the tensors that
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
 (``is_plain``, and a spec that names no tensor) skips the dispatcher, which would do nothing for it but call the operator's kernel.
 Compiled and exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as
-eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they,
-and second derivatives, are refused with a clear error.
+eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they
+have an operator of their own (``ops_jvp``), and second derivatives are refused with a clear error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ _LIB.define(
 _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
+# The roads of tangents by name: ``ops_jvp``, which builds on this module, puts them here when it is imported.
+FORWARD_MODE: dict[str, Callable[..., Any]] = {}
 # Real and fake kernels allocate through the same functions, so their shapes, dtypes and strides agree.
 
 
@@ -369,9 +372,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        from .ops_jvp import by_rule
-
-        return *by_rule(ctx, tangents), None
+        return *FORWARD_MODE["by_rule"](ctx, tangents), None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
@@ -380,11 +381,9 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
     if torch.autograd.forward_ad._current_level >= 0:
-        from .ops_jvp import dual_forward, tangents_of
-
-        tangents = tangents_of(q, k, v, given)
+        tangents = FORWARD_MODE["tangents_of"](q, k, v, given)
         if tangents is not None:
-            return dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
+            return FORWARD_MODE["dual_forward"](q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
@@ -399,9 +398,7 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
 def _forward_dispatched(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     """The same where the dispatcher calls it: in a graph, while that is traced, or by its own name."""
-    from .ops_jvp import traced
-
-    found = traced(q, k, v, spec, sm_scale, precision, backend, grad, given)
+    found = FORWARD_MODE["traced"](q, k, v, spec, sm_scale, precision, backend, grad, given)
     if found is not None:
         return found
     _refuse_functorch()
@@ -431,9 +428,7 @@ def attention_op(
         # Whether a transform outside wants a gradient is not to be seen from here.
         grad = "b" if tensors.bias is not None else ""
         if torch.autograd.forward_ad._current_level >= 0:
-            from .ops_jvp import fused
-
-            found = fused(q, k, v, tensors, spec, sm_scale, precision, backend, grad)
+            found = FORWARD_MODE["fused"](q, k, v, tensors, spec, sm_scale, precision, backend, grad)
             if found is not None:
                 return found
         o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]

@@ -31,6 +31,7 @@ from .ops import (
     _INPUTS,
     _LIB,
     _TENSORS,
+    FORWARD_MODE,
     _bind,
     _empty_outputs,
     _empty_rows,
@@ -45,7 +46,7 @@ from .ops import (
 from .problem import GRADIENTS, Tangents, grad_letters
 from .spec import NO_TENSORS, SLOTS
 
-__all__ = ["dual_forward", "fused", "tangents_of"]
+__all__ = ["dual_forward", "fused", "tangents_of", "traced"]
 
 _MOVED = tuple(GRADIENTS.values())  # what may have a tangent: q, k, v and three slots
 _LIB.define(
@@ -270,3 +271,6 @@ def by_rule(ctx: Any, tangents: Sequence[Any]) -> tuple[torch.Tensor, torch.Tens
     moved = tangents[: len(_MOVED)]
     _, _, _, t_o, t_lse = _JvpFunctorch.apply(q, k, v, *given, *moved, *ctx.arguments, "")  # type: ignore[misc]
     return t_o, t_lse
+
+
+FORWARD_MODE.update(by_rule=by_rule, dual_forward=dual_forward, fused=fused, tangents_of=tangents_of, traced=traced)
