@@ -148,13 +148,12 @@ def _tf32_call(name: str, device: torch.device, seed: int) -> Call:
     return entry_of(name).build(device, torch.float32, seed).replace(precision="tf32")
 
 
-def _jvp_job(backend: str, dtype: torch.dtype, entry: Entry, device: torch.device, seed: int) -> Job:
-    name = f"jvp {entry.name}"
+def _run_tangents(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype, seed: int) -> list[Result]:
+    return run_jvp(entry.build(device, dtype, seed), backend, f"jvp {entry.name}", seed)
 
-    def work() -> list[Result]:
-        return run_jvp(entry.build(device, dtype, seed), backend, name, seed)
 
-    return Job(backend, _name(dtype), name, work)
+def _jvp_job(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype, seed: int) -> Job:
+    return Job(backend, _name(dtype), f"jvp {entry.name}", partial(_run_tangents, entry, backend, device, dtype, seed))
 
 
 def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype, small: bool) -> list[Result]:
@@ -203,7 +202,7 @@ def jobs(
                 work = partial(_run_fitting, build, c.backend, entry.name)
                 out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
         if c.jvp:
-            out += [_jvp_job(c.backend, dtype, entry, where, seed) for dtype in dtypes for entry in JVP_ENTRIES]
+            out += [_jvp_job(entry, c.backend, where, dtype, seed) for dtype in dtypes for entry in JVP_ENTRIES]
         if torch.float32 in dtypes and arch_of(where).kind in c.tf32_kinds:
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")

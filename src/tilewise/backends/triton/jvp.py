@@ -90,7 +90,7 @@ def _jvp_tiles(
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-            if mask is not None:
+            if tiles is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
@@ -186,9 +186,10 @@ def _jvp_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    of_query = None
     tiles = None
     if table is not None:
+        of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
         acc, acc_t, l_i, t_i, m_i = _jvp_tiles(
