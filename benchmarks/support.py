@@ -51,6 +51,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         ", ".join(_SHORT.get(name, name) for name in row.dtypes),
         _head_dims(row),
         _gradients(row),
+        "yes" if row.jvp else "no",
         ", ".join(("causal", "window", *row.terms)),
         ", ".join(("o", "lse", *row.returns)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
@@ -62,7 +63,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
 
 
 HEADER = (
-    *("backend", "devices", "dtypes", "head_dim", "gradients", "masks and scores", "outputs", "layout"),
+    *("backend", "devices", "dtypes", "head_dim", "gradients", "jvp", "masks and scores", "outputs", "layout"),
     *("Triton", "deterministic", "memory", "`auto` takes it"),
 )
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),
-    ("batching", "ops"),
+    ("batching", "ops", "ops_jvp"),
     ("tile_map", "api", "merge", "cache", "second_pass"),
     ("parallel", "integrations", "cli", "testing"),
 )

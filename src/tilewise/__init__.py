@@ -1,5 +1,6 @@
 """tilewise: exact softmax attention for PyTorch, computed on tiles."""
 
+from . import ops_jvp as _ops_jvp  # noqa: F401 (registers an operator)
 from .api import attention, dropout_mask, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason

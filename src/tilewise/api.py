@@ -201,12 +201,14 @@ def attention(
         BackendRefused: a NotImplementedError with every reason.
 
     Gradients flow to q, k and v, and to the bias, slopes and sinks of the spec, through both ``o`` and ``lse``; only those asked
-    for are computed. A second derivative and a forward-mode derivative are refused. Under ``torch.autocast`` q, k and v are cast to
-    the autocast dtype unless they are float64, as PyTorch's own attention does.
+    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors), with a backward pass through the primal
+    outputs beside them; second derivatives are refused. Under ``torch.autocast`` q, k and v are cast to the autocast dtype unless
+    they are float64, as PyTorch's own attention does.
 
     Deterministic: forward and backward give the same bits on every run of one configuration on one device.
 
-    Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips) and 3.5 times that backward.
+    Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips), 3.5 times that backward and 3
+    times that for o, lse and their forward-mode derivatives in one pass.
     Extra memory: o and lse forward; the gradients and one float32 a row backward (the torch backend also holds tiles of a fixed
     size, and float32 sums of dk and dv while it works on half-precision inputs). Nothing grows with seqlen_q * seqlen_k.
 

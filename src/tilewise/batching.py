@@ -16,7 +16,7 @@ from .errors import InvalidInput
 from .operands import DIMS, full_rank
 from .spec import SLOTS, Spec
 
-__all__ = ["backward_rule", "forward_rule", "second_pass_rule"]
+__all__ = ["backward_rule", "forward_rule", "jvp_rule", "second_pass_rule"]
 
 _PLAN = SLOTS.index("plan")
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
@@ -115,6 +115,27 @@ def forward_rule(op: Any) -> Any:
         spec, operands = _without_plan(args[3], _operands(args[8:], dims[8:], size, batch, "", alone))
         outputs = op(*folded, spec, *args[4:8], *operands)
         return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
+
+    return rule
+
+
+def jvp_rule(op: Any) -> Any:
+    """Arguments: q, k, v, five that are no tensors, the tangents of q, k, v, bias, slopes and sink, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, count = info.batch_size, 14 + len(SLOTS)
+        dims, args = _dims(in_dims, count), (*args, *(None,) * (count - len(args)))
+        batch = _sample(args[0], dims[0]).shape[0]
+        q, k, v, tq, tk, tv = (_folded(args[i], dims[i], size) for i in (0, 1, 2, 8, 9, 10))
+        of_terms = zip(SLOTS, args[11:14], dims[11:14], strict=False)
+        moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
+        operands = _operands(args[14:], dims[14:], size, batch, "", True)
+        outputs = op(q, k, v, *args[3:8], tq, tk, tv, *moved, *operands)
+        results = [_unfolded(t, size) for t in outputs]
+        if all(dim is None for dim in (*dims[:3], *dims[14:])):
+            # Only tangents differ: o, lse and rows are the same for all samples, and are not batched.
+            results[:3] = [(t if t.dim() == 1 else t[:batch].clone(), None) for t in outputs[:3]]
+        return tuple(zip(*results, strict=True))
 
     return rule
 

@@ -6,8 +6,8 @@ The operators have fixed arity; the spec crosses as its string, the tensors that
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
 (``is_plain``, and a spec that names no tensor) skips the dispatcher, which would do nothing for it but call the operator's kernel.
 Compiled and exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as
-eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they,
-and second derivatives, are refused with a clear error.
+eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they
+have an operator of their own (``ops_jvp``), and second derivatives are refused with a clear error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .backends import module_of, second_pass_of
+from .backends import jvp_module_of, module_of, second_pass_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
 from .operands import describe, full_rank
@@ -43,6 +43,8 @@ _WANTS_MAXIMA = "returns:max_logit"
 _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
+# The roads of tangents by name: ``ops_jvp``, which builds on this module, puts them here when it is imported.
+FORWARD_MODE: dict[str, Callable[..., Any]] = {}
 # Real and fake kernels allocate through the same functions, so their shapes, dtypes and strides agree.
 
 
@@ -85,8 +87,8 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors:
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    module = module_of(backend) if direction in ("forward", "backward") else second_pass_of(backend)
-    work = getattr(module, direction)
+    find = {"forward": module_of, "backward": module_of, "jvp": jvp_module_of}.get(direction, second_pass_of)
+    work = getattr(find(backend), direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -126,20 +128,20 @@ _bound: dict[tuple[Any, ...], _Binding] = {}
 _MOST_BOUND = 4096
 
 
-def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS) -> _Binding:
+def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS, jvp="") -> _Binding:
     """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
     key = (
         *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
         *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
         *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
-        *(spec, sm_scale, precision, backend, grad),
+        *(spec, sm_scale, precision, backend, grad, jvp),
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
     )
     if tensors is not NO_TENSORS:
         key = (*key, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
-        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors)
+        problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors, jvp)
         found = _Binding(problem, choose(problem, backend).backend, problem.is_empty)
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
@@ -244,10 +246,9 @@ def _refuse_derivative(what: str) -> BackendRefused:
 
 
 def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    if torch.autograd.forward_ad._current_level < 0:
-        return
-    if any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise _refuse_derivative("forward-mode derivative (jvp)")
+    unpack: Any = torch._unpack_dual  # type: ignore[attr-defined]
+    if any(t is not None and unpack(t, level=0)[1] is not None for t in tensors):
+        raise _refuse_derivative("forward-mode derivative of its backward pass")
 
 
 def _refuse_functorch() -> None:
@@ -293,12 +294,19 @@ class _BackwardFunctorch(torch.autograd.Function):
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
-    _refuse_functorch()
-    _refuse_tangents(*args[:7], *args[12:])
+    if torch.autograd.forward_ad._current_level >= 0:
+        _refuse_tangents(*args[:7], *args[12:])
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
+
+
+def _backward_dispatched(*args: Any) -> Any:
+    """The same where the dispatcher calls it. A graph that is being traced does not tell that it is at a level of forward mode."""
+    _refuse_functorch()
+    _refuse_tangents(*args[:7], *args[12:])
+    return _backward_autograd(*args)
 
 
 _INPUTS = 3 + len(SLOTS)
@@ -395,7 +403,9 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:3], *output[:3], *inputs[3:_INPUTS])
+        saved = (*inputs[:3], *output[:3], *inputs[3:_INPUTS])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         ctx.arguments = inputs[_INPUTS:-1]
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
@@ -406,7 +416,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_derivative("forward-mode derivative (jvp)")
+        return *FORWARD_MODE["by_rule"](ctx, tangents), None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
@@ -414,8 +424,10 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
-    _refuse_functorch()
-    _refuse_tangents(q, k, v, *given)
+    if torch.autograd.forward_ad._current_level >= 0:
+        tangents = FORWARD_MODE["tangents_of"](q, k, v, given)
+        if tangents is not None:
+            return FORWARD_MODE["dual_forward"](q, k, v, spec, sm_scale, precision, backend, grad, given, tangents)
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
@@ -428,8 +440,17 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
         return _FORWARD(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
 
-_LIB.impl("attention_forward", _forward_autograd, "Autograd")
-_LIB.impl("attention_backward", _backward_autograd, "Autograd")
+def _forward_dispatched(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    """The same where the dispatcher calls it: in a graph, while that is traced, or by its own name."""
+    found = FORWARD_MODE["traced"](q, k, v, spec, sm_scale, precision, backend, grad, given)
+    if found is not None:
+        return found
+    _refuse_functorch()
+    return _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+
+
+_LIB.impl("attention_forward", _forward_dispatched, "Autograd")
+_LIB.impl("attention_backward", _backward_dispatched, "Autograd")
 
 
 def attention_op(
@@ -451,6 +472,10 @@ def attention_op(
     elif torch._C._are_functorch_transforms_active():
         # Whether a transform outside wants a gradient is not to be seen from here.
         grad = "b" if tensors.bias is not None else ""
+        if torch.autograd.forward_ad._current_level >= 0:
+            found = FORWARD_MODE["fused"](q, k, v, tensors, spec, sm_scale, precision, backend, grad)
+            if found is not None:
+                return (*found, q.new_empty(0))
         o, lse, _, maxima = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
     else:
         # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from .errors import InvalidInput
 from .operands import Operand, default_operand, describe, parse_operand
 from .spec import SLOTS, Spec, Tensors
 
-__all__ = ["DTYPES", "GRADIENTS", "PRECISIONS", "Problem", "grad_letters"]
+__all__ = ["DTYPES", "GRADIENTS", "NO_TANGENTS", "PRECISIONS", "Problem", "Tangents", "grad_letters"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("ieee", "tf32")
@@ -23,6 +24,25 @@ _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_LEN = 2**30
 _MAX_SCALE = sys.float_info.max
 _LAYOUT = "(batch, heads, seqlen, head_dim)"
+
+
+class Tangents(NamedTuple):
+    """The directions of a forward-mode derivative, in the order of ``GRADIENTS``; ``None``: this one does not move."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+    @property
+    def letters(self) -> str:
+        """Those that are there, as letters of ``GRADIENTS``."""
+        return grad_letters(*(t is not None for t in self))
+
+
+NO_TANGENTS = Tangents()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -75,6 +95,7 @@ class Problem:
     arch: Arch = ARCHS["cpu"]
     runtime: Runtime = Runtime(None)
     operands: tuple[Operand, ...] = ()
+    jvp: str = ""  # the tangents of a forward-mode derivative, as letters of ``GRADIENTS``
 
     def __hash__(self) -> int:
         """Of all fields, worked out once: a problem is looked up in several tables during every call."""
@@ -144,11 +165,12 @@ class Problem:
         grad: str = "",
         also: tuple[torch.Tensor, ...] = (),
         tensors: Tensors | None = None,
+        jvp: str = "",
     ) -> Problem:
         """Validate one call and describe it.
 
         ``also``: further tensors that the kernels will read (for alignment). ``tensors``: those that the spec names (default: those
-        that it holds).
+        that it holds). ``jvp``: which tangents there are (``Tangents.letters``).
 
         Raises:
             InvalidInput: the call has no meaning; the message names the argument, what came, what is expected.
@@ -173,6 +195,7 @@ class Problem:
             arch=arch_of(q.device),
             runtime=runtime(),
             operands=describe(spec, spec.tensors if tensors is None else tensors, q, k),
+            jvp=jvp,
         )
 
     def __str__(self) -> str:
@@ -191,6 +214,8 @@ class Problem:
             words.append(f"precision={self.precision}")
         if self.grad:
             words.append(f"grad={self.grad}")
+        if self.jvp:
+            words.append(f"jvp={self.jvp}")
         if not self.bulk:
             words.append("layout=strided")
         return " ".join(words)
@@ -200,7 +225,8 @@ class Problem:
         """Read a problem string. Only ``seqlen`` and ``head_dim`` are required; the rest has the defaults of a call.
 
         Words: ``dtype=bfloat16 batch=1 heads=32/8 seqlen=4096x4096 head_dim=128/128 mask=causal sm_scale=0.08
-        precision=tf32 grad=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both sides.
+        precision=tf32 grad=qkv jvp=qkv layout=strided arch=sm_90``. ``heads=8``, ``seqlen=4096`` and ``head_dim=64`` stand for both
+        sides.
         A tensor that the mask names may be described: ``mask=causal,bias bias=float32:1hqk``.
         """
         words: dict[str, str] = {}
@@ -211,7 +237,8 @@ class Problem:
             if name in words:
                 raise InvalidInput(f"problem {text!r}: {name!r} is given twice.")
             words[name] = value
-        known = {"dtype", "batch", "heads", "seqlen", "head_dim", "mask", "sm_scale", "precision", "grad", "layout", "arch", *SLOTS}
+        known = {"dtype", "batch", "heads", "seqlen", "head_dim", "mask", "sm_scale", "precision", "grad", "layout", "arch"}
+        known |= {"jvp", *SLOTS}
         unknown = sorted(set(words) - known)
         if unknown:
             raise InvalidInput(f"problem {text!r}: unknown word {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
@@ -232,9 +259,10 @@ class Problem:
         check_heads(heads_q, heads_kv, f"heads={heads_q}/{heads_kv}")
         check_head_dims(head_dim, head_dim_v, f"head_dim={head_dim}/{head_dim_v}")
         check_lengths(seqlen_q, seqlen_k, f"seqlen={seqlen_q}x{seqlen_k}")
-        grad = words.get("grad", "")
-        if set(grad) - set(GRADIENTS):
-            raise InvalidInput(f"problem {text!r}: grad is {grad!r}, expected letters out of '{''.join(GRADIENTS)}'.")
+        grad, jvp = words.get("grad", ""), words.get("jvp", "")
+        for name, letters in (("grad", grad), ("jvp", jvp)):
+            if set(letters) - set(GRADIENTS):
+                raise InvalidInput(f"problem {text!r}: {name} is {letters!r}, expected letters out of '{''.join(GRADIENTS)}'.")
         if words.get("layout", "bulk") not in ("bulk", "strided"):
             raise InvalidInput(f"problem {text!r}: layout is {words['layout']!r}, expected 'bulk' or 'strided'.")
         if "arch" in words and (arch is None or arch.name != words["arch"]):
@@ -271,6 +299,7 @@ class Problem:
             arch=arch,
             runtime=software or runtime(),
             operands=tuple(operands),
+            jvp=grad_letters(*(letter in jvp for letter in GRADIENTS)),
         )
 
 

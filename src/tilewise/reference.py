@@ -13,7 +13,7 @@ import torch
 from .bodies import alibi, allowed, in_row, same_segment, softcap_slope
 from .keep import kept, scale_of, seeded
 from .operands import describe, full_rank
-from .problem import Problem
+from .problem import Problem, Tangents
 from .spec import NO_TENSORS, Spec, Tensors
 
 __all__ = ["distance_of", "factor_of", "mask_of", "masked_scores", "reference", "scored", "softmax_of"]
@@ -177,6 +177,49 @@ def column_sums(
 ) -> None:
     """Fill ``out`` (batch, heads_q, seqlen_k) with the sums over the queries (backend interface)."""
     out.copy_(_weights(problem, q, k, lse, tensors).sum(2))
+
+
+def jvp(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    t_o: torch.Tensor,
+    t_lse: torch.Tensor,
+    tangents: Tangents,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Fill ``o``, ``lse`` and their derivatives ``t_o`` and ``t_lse`` along ``tangents`` (backend interface)."""
+    p, t = problem, tangents
+    q64, k64, v64 = (x.double() for x in (q, k, v))
+    tq, tk, tv = (torch.zeros_like(x) if own is None else own.double() for x, own in zip((q64, k64, v64), t[:3], strict=True))
+    k64, v64, tk, tv = (x.repeat_interleave(p.group, dim=1) for x in (k64, v64, tk, tv))
+    s = q64 @ k64.mT * p.sm_scale
+    ts = (tq @ k64.mT + q64 @ tk.mT) * p.sm_scale
+    for step in p.spec.score:
+        one = dataclasses.replace(p.spec, score=(step,))
+        s = scored(s, one, tensors)
+        if one.softcap is not None:
+            ts = ts * softcap_slope(s / one.softcap)
+        elif step == "alibi" and t.slopes is not None:
+            ts = alibi(ts, t.slopes[..., None, None].double(), distance_of(p.spec, p.seqlen_q, p.seqlen_k, q.device))
+        elif step == "bias" and t.bias is not None:
+            ts = ts + t.bias.double()
+    ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device, tensors)
+    sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
+    probs, lse64 = softmax_of(s.masked_fill(~ok, float("-inf")), sink)
+    ts = ts.masked_fill(~ok, 0.0)
+    moved = (probs * ts).sum(-1)
+    if sink is not None and t.sink is not None:
+        moved = moved + torch.exp(sink.double()[..., None] - lse64.masked_fill(lse64 == float("-inf"), 0.0)) * t.sink[..., None]
+    o64 = probs @ v64
+    o.copy_(o64)
+    lse.copy_(lse64)
+    t_o.copy_((probs * ts) @ v64 + probs @ tv - moved[..., None] * o64)
+    t_lse.copy_(moved)
 
 
 def backward(

@@ -14,15 +14,15 @@ import pytest
 
 from tilewise.arch import ARCHS
 
-CAUSAL_64 = "heads=4 seqlen=4096 head_dim=64 mask=causal"
-WINDOW_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=upper:100,lower:1000"
-CAUSAL_256 = "heads=4 seqlen=4000 head_dim=256 mask=causal"
-ODD = "heads=4 seqlen=1000 head_dim=72/40 dtype=float16"
-SINGLE_64 = "heads=4 seqlen=1000 head_dim=64 dtype=float32 mask=causal"
-DOCUMENTS_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,segment"
-DENSE_64 = "heads=4 seqlen=4096 head_dim=64 mask=row,dense"
-SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas"
-BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb"
+CAUSAL_64 = "heads=4 seqlen=4096 head_dim=64 mask=causal jvp=qkv"
+WINDOW_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=upper:100,lower:1000 jvp=qkv"
+CAUSAL_256 = "heads=4 seqlen=4000 head_dim=256 mask=causal jvp=qkv"
+ODD = "heads=4 seqlen=1000 head_dim=72/40 dtype=float16 jvp=qkv"
+SINGLE_64 = "heads=4 seqlen=1000 head_dim=64 dtype=float32 mask=causal jvp=qkv"
+DOCUMENTS_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,segment jvp=qkv"
+DENSE_64 = "heads=4 seqlen=4096 head_dim=64 mask=row,dense jvp=qkv"
+SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas jvp=qkvas"
+BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb jvp=qkvb"
 DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv"
 SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
 
@@ -70,6 +70,16 @@ SPILL = {
     ("gfx942", WINDOW_128, "dkdv"): 640,
 }
 
+SPILL |= {
+    ("sm_90", SINGLE_64, "jvp"): 2816,
+    ("sm_120", CAUSAL_64, "jvp"): 128,
+    ("sm_120", SCORES_128, "jvp"): 512,
+    ("gfx942", DOCUMENTS_128, "jvp"): 64,
+    ("gfx942", CAUSAL_64, "jvp"): 128,
+    ("gfx942", WINDOW_128, "jvp"): 128,
+    ("gfx942", SCORES_128, "jvp"): 64,
+}
+
 # Instructions of the longest loop with a product, on the architecture that the configs were measured on.
 LOOP = {
     (CAUSAL_64, "fwd"): 490,
@@ -98,6 +108,13 @@ LOOP = {
     (DENSE_64, "fwd"): 1040,  # dense tiles change their layout
     (DENSE_64, "dq"): 810,
     (DENSE_64, "dkdv"): 1010,
+    (CAUSAL_64, "jvp"): 940,
+    (WINDOW_128, "jvp"): 1140,
+    (CAUSAL_256, "jvp"): 950,
+    (SCORES_128, "jvp"): 1050,
+    (BIAS_64, "jvp"): 560,
+    (DOCUMENTS_128, "jvp"): 1160,
+    (DENSE_64, "jvp"): 1460,
 }
 
 
@@ -142,6 +159,7 @@ def test_kernels_compile_within_budget(reports, arch):
     kernels = {(r["problem"], r["kernel"]) for r in rows}
     for problem in PROBLEMS[arch]:
         assert {(problem, "fwd"), (problem, "delta"), (problem, "dq")} <= kernels
+        assert ("jvp=" in problem) is ((problem, "jvp") in kernels)
     wrong = [f"{r['problem']} {r['kernel']} {r['config']}: {fault}" for r in rows for fault in faults(r)]
     assert not wrong, "\n".join(wrong)
 

@@ -6,9 +6,11 @@ only problems with ``keeps_rows`` need; ``maxima`` (batch, heads_q, seqlen_q), f
 for the largest score; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
 
 A backend may have ``column_sums(problem, q, k, lse, out, tensors)`` and ``weights(problem, q, k, lse, rows, out, tensors)`` besides
-(``Capability.returns`` says so).
+(``Capability.returns`` says so). One with forward-mode derivatives has
+``jvp(problem, q, k, v, o, lse, t_o, t_lse, tangents)``, with ``tensors`` and ``rows`` for such specs, in the module that ``_JVP``
+names.
 
-They fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
+All fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
 on first use, so that a machine without Triton can import tilewise.
 """
 
@@ -21,7 +23,7 @@ from types import ModuleType
 from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["forget", "module_of", "second_pass_of"]
+__all__ = ["forget", "jvp_module_of", "module_of", "second_pass_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -31,6 +33,11 @@ _MODULES = {
 }
 # Second passes over the scores are kept apart.
 _SECOND = {"triton": "tilewise.backends.triton.columns", "torch": "tilewise.backends.torch_weights"}
+_JVP = {
+    "triton": "tilewise.backends.triton.jvp_launch",
+    "torch": "tilewise.backends.torch_jvp",
+    "reference": "tilewise.reference",
+}
 _loaded: dict[str, ModuleType] = {}
 
 
@@ -41,20 +48,26 @@ def second_pass_of(backend: str) -> ModuleType:
 
 def module_of(backend: str) -> ModuleType:
     """The module of a backend that ``select.choose`` named."""
-    module = _loaded.get(backend)
-    if module is None:
-        try:
-            module = importlib.import_module(_MODULES[backend])
-        except ImportError as error:
-            raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
-        _loaded[backend] = module
+    return _loaded.get(backend) or _load(backend, backend, _MODULES[backend])
+
+
+def jvp_module_of(backend: str) -> ModuleType:
+    """The module with the forward-mode derivative of a backend that has one."""
+    return _loaded.get(f"{backend} jvp") or _load(f"{backend} jvp", backend, _JVP[backend])
+
+
+def _load(key: str, backend: str, name: str) -> ModuleType:
+    try:
+        module = _loaded[key] = importlib.import_module(name)
+    except ImportError as error:
+        raise BackendBroken(f"backend {backend!r} accepted the problem but cannot be imported: {error}") from error
     return module
 
 
 def forget() -> None:
     """Forget every config that was looked up, here and in the backends, so that the next call sees records as they are now."""
     configs.forget()
-    for name in _MODULES.values():
+    for name in {*_MODULES.values(), *_JVP.values()}:
         own = getattr(sys.modules.get(name), "forget", None)
         if own is not None:
             own()

@@ -28,7 +28,7 @@ __all__ = [
     "splits_dkdv",
 ]
 
-PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads, and "jvp"
 
 
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
@@ -68,6 +68,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
     resident = rows * (first if pass_ in ("fwd", "dv") else both)
     streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    if pass_ == "jvp":  # every tile may have a tangent beside it
+        resident, streamed = rows * first * 2, streamed_rows * both * 2
     if pass_ == "dbias":
         resident, streamed = 0, (rows + streamed_rows) * both + rows * 16
     bias = p.operand("bias")
@@ -140,6 +142,13 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
         ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    elif pass_ == "jvp":  # two accumulators and two tiles of scores: few columns of keys where the rest takes registers
+        crowded = wide > 128 or "bias" in problem.spec.steps or (wide == 128 and bool(problem.spec.steps))
+        ladder = [(128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)]
+        if not crowded:
+            ladder = [(128, 64, 8, 2), (64, 64, 4, 2), *ladder]
+        if wide >= 128 and problem.arch.name not in ("sm_90", "sm_100"):  # warp-wide products: every operand sits in registers
+            ladder = [(64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)][1 if problem.arch.bulk_copy else 0 :]
     elif pass_ == "fwd":
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:

@@ -33,7 +33,7 @@ def work(task, folder):
 
     if not tilewise.__file__.startswith(task["root"]):
         raise ImportError(f"tilewise came from {tilewise.__file__}, expected {task['root']}")
-    from tilewise.testing import gauntlet
+    from tilewise.testing import gauntlet, tangents
 
     if task["runs"] is None:
         from tilewise.testing.tolerance import Yardstick
@@ -41,6 +41,9 @@ def work(task, folder):
         for entry in gauntlet.GAUNTLET:
             if not entry.gpu_gib:
                 torch.save(Yardstick(entry.build()), f"{folder}/{entry.name}.pt")
+        for entry in tangents.JVP_ENTRIES:
+            call = entry.build()
+            torch.save(tangents.JvpYardstick(call, tangents.draw_tangents(call)), f"{folder}/{entry.name}.jvp.pt")
         gauntlet.run(gauntlet.entry("one_key"), "triton")
         names = [name for name in sys.modules if name.split(".")[0] not in ("tilewise", "__main__")]
         with open(f"{folder}/modules.json", "w") as out:
@@ -55,10 +58,14 @@ def work(task, folder):
     torch_tiles.BLOCK_M, torch_tiles.BLOCK_N = 64, 32
     failed = []
     for backend, name in task["runs"]:
-        yardstick = torch.load(f"{folder}/{name}.pt", weights_only=False)
+        mode, _, of = backend.rpartition(" ")
+        yardstick = torch.load(f"{folder}/{name}{'.jvp' if mode else ''}.pt", weights_only=False)
         try:
             with poison():
-                got = evaluate(yardstick.call, split_and_merge if backend == "merge" else backend)
+                if mode:
+                    got = tangents.evaluate_jvp(yardstick.call, yardstick.tangents, of)
+                else:
+                    got = evaluate(yardstick.call, split_and_merge if backend == "merge" else backend)
         except Exception as error:
             failed.append([backend, name, "error", f"{type(error).__name__}: {error}"])
         else:

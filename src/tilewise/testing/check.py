@@ -18,9 +18,10 @@ from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
-from .gauntlet import GAUNTLET, run_call
+from .gauntlet import GAUNTLET, Entry, run_call
 from .gauntlet import entry as entry_of
 from .large import LARGE, all_configs, busy, free_gib
+from .tangents import JVP_ENTRIES, run_jvp
 from .tolerance import Result
 
 __all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
@@ -30,7 +31,10 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
 REFUSED = "the capability table refuses it"
-_PASS = {"o": "forward", "lse": "forward", **dict.fromkeys(("dq", "dk", "dv", "dbias", "dslopes", "dsink"), "backward")}
+_PASS = {
+    **{"t_o": "jvp", "t_lse": "jvp", "o": "forward", "lse": "forward"},
+    **dict.fromkeys(("dq", "dk", "dv", "dbias", "dslopes", "dsink"), "backward"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,14 @@ def _tf32_call(name: str, device: torch.device, seed: int) -> Call:
     return entry_of(name).build(device, torch.float32, seed).replace(precision="tf32")
 
 
+def _run_tangents(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype, seed: int) -> list[Result]:
+    return run_jvp(entry.build(device, dtype, seed), backend, f"jvp {entry.name}", seed)
+
+
+def _jvp_job(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype, seed: int) -> Job:
+    return Job(backend, _name(dtype), f"jvp {entry.name}", partial(_run_tangents, entry, backend, device, dtype, seed))
+
+
 def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype, small: bool) -> list[Result]:
     return run_case(case, backend, device, dtype, small, lambda call: fit(call, backend))
 
@@ -189,6 +201,8 @@ def jobs(
                 build = partial(entry.build, where, dtype, seed)
                 work = partial(_run_fitting, build, c.backend, entry.name)
                 out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
+        if c.jvp:
+            out += [_jvp_job(entry, c.backend, where, dtype, seed) for dtype in dtypes for entry in JVP_ENTRIES]
         if torch.float32 in dtypes and arch_of(where).kind in c.tf32_kinds:
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")

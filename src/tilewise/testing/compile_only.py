@@ -26,7 +26,7 @@ from ..arch import ARCHS
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
 from ..errors import BackendBroken
 from ..plan import BlockTable, Masked, MaskTensors
-from ..problem import Problem
+from ..problem import GRADIENTS, Problem, Tangents
 from ..spec import Tensors
 
 __all__ = ["Report", "compile_problem", "launches_of", "use_target"]
@@ -146,13 +146,31 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         config = (configs or {}).get("dbias") or lookup(problem, "dbias")
         dbias = torch.empty_like(tensors.bias)
         launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
+    if problem.jvp:
+        launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
     if splits_dkdv(problem):
         return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
     return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}
 
 
+def _launch_jvp(
+    whole: Problem, config: Config | None, forward: tuple[torch.Tensor, ...], tensors: Tensors, kept: torch.Tensor | None
+) -> tuple[Config, Any]:
+    """The (first) launch of the forward-mode kernel, along tangents that look like what they are tangents of."""
+    from ..backends.triton.jvp_launch import launch_jvp, parts_of
+
+    problem, cut = parts_of(whole)[0]
+    config = config or lookup(problem, "jvp")
+    q, k, v, o, lse = forward
+    v, o = v[..., cut], o[..., cut]
+    named = zip(GRADIENTS, (q, k, v, *tensors[:3]), strict=True)
+    tangents = Tangents(*(t if letter in problem.jvp else None for letter, t in named))
+    mask = _masked(problem, tensors, "jvp", config)
+    return config, launch_jvp(problem, config, q, k, v, o, lse, o, lse, tangents, mask, tensors, kept)
+
+
 def compile_problem(
-    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", *PASSES), configs: dict[str, Config] | None = None
+    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "jvp", *PASSES), configs: dict[str, Config] | None = None
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
     reports = []

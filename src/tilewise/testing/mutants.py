@@ -29,11 +29,13 @@ from .mutant_drop import DROP_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
+from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
+from .tangents import JVP_ENTRIES
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
-MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS, *TANGENT_MUTANTS)
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
 
@@ -65,7 +67,7 @@ class Verdict:
         if not self.killed:
             return f"{self.mutant.name:<32} SURVIVED"
         note = "  NOT EQUIVALENT" if self.mutant.equivalent else ""
-        return f"{self.mutant.name:<32} {self.mutant.backend:<7} {self.entry:<22} {self.output}{note}"
+        return f"{self.mutant.name:<32} {self.mutant.backend:<10} {self.entry:<22} {self.output}{note}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Proof:
     def __str__(self) -> str:
         killed = sum(v.killed for v in self.verdicts)
         equivalent = sum(v.mutant.equivalent is not None for v in self.verdicts)
-        head = f"{'mutant':<32} {'backend':<7} {'killed by':<22} output"
+        head = f"{'mutant':<32} {'backend':<10} {'killed by':<22} output"
         foot = f"{len(self.verdicts)} mutants: {killed} killed, {equivalent} known as equivalent"
         return "\n".join([head, *map(str, self.verdicts), foot, *(f"unmutated copy fails: {text}" for text in self.unmutated)])
 
@@ -141,6 +143,8 @@ def _runs(mutant: Mutant) -> list[list[str]]:
     """The entries that should kill it first, then all others; for an equivalent mutant only those that come nearest."""
     # Halves of the keys have bounds of their own, but no tensors.
     runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not (e.returns or e.build().spec.terms))]
+    if mutant.backend.startswith("jvp "):
+        runs = [e.name for e in JVP_ENTRIES]
     rest = [] if mutant.equivalent else [name for name in runs if name not in mutant.killers]
     return [[mutant.backend, name] for name in (*mutant.killers, *rest)]
 

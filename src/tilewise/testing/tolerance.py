@@ -356,7 +356,8 @@ class Yardstick:
             return Result(name, output, error, bound, False, why)
 
         q = self.call.q
-        dtype = torch.promote_types(q.dtype, torch.float32) if output in ("lse", *RETURNS) else q.dtype
+        wide = output.endswith("lse") or output in RETURNS
+        dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
         if output[1:] in TRAINED:
             dtype = getattr(self.call.spec.tensors, output[1:]).dtype
         if got is None:
