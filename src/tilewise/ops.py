@@ -416,7 +416,7 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return *FORWARD_MODE["by_rule"](ctx, tangents), None
+        return *FORWARD_MODE["by_rule"](ctx, tangents), None, None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):

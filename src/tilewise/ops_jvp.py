@@ -218,17 +218,18 @@ def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tange
 
 
 def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
-    """``(o, lse, rows)`` as dual tensors, outside of functorch transforms."""
+    """What the forward operator gives, ``o`` and ``lse`` as dual tensors, outside of functorch transforms."""
     q, k, v, *given = _primals(q, k, v, *_filled(given))
     o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
-        o, lse, rows = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
-    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows
+        o, lse, rows, _ = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+    duals = forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL)
+    return *duals, rows, o.new_empty(0)
 
 
 def traced(q, k, v, spec, sm_scale, precision, backend, grad, given):
-    """``(o, lse, rows)`` where the dispatcher called the forward operator and forward mode has to do with it; None where not."""
+    """What the forward operator gives where the dispatcher called it and forward mode has to do with it; None where not."""
     tangents = tangents_of(q, k, v, given)
     if is_jvp_level():
         if tangents is None:
