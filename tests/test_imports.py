@@ -18,7 +18,7 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = (
     ("errors", "arch"),
     ("conjunction", "spec", "terms", "masks", "bodies"),
-    ("operands", "problem"),
+    ("operands", "problem", "keep"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),

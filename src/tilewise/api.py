@@ -10,14 +10,16 @@ import torch
 
 from .backends import module_of
 from .errors import InvalidInput
+from .keep import chosen_rows, kept, seeded
+from .operands import describe, full_rank
 from .ops import attention_op, attention_plain, is_plain
 from .plan import MaskTensors, check_fresh, made_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, choose, table
-from .spec import NO_TENSORS, SLOTS, Spec, spec_of
+from .spec import NO_TENSORS, SLOTS, Spec, Tensors, spec_of
 from .tile_map import draw_call
 
-__all__ = ["attention", "explain", "plan"]
+__all__ = ["attention", "dropout_mask", "explain", "plan"]
 
 
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -53,12 +55,18 @@ def _returning(name: str, spec: Spec, wanted: object) -> Spec:
     return dataclasses.replace(spec, returns=name) if wanted else spec
 
 
-def _check_tensors_of(spec: Spec) -> None:
-    for slot, t in zip(SLOTS, spec.tensors, strict=True):
+def _check_tensors_of(spec: Spec, tensors: Tensors) -> None:
+    for slot, t in zip(SLOTS, tensors, strict=True):
         if t is not None:
             check_kind(slot, t, "that broadcasts over the call")
     if spec.plan and not torch.compiler.is_compiling():
         check_fresh(spec)
+
+
+def _without_a_draw(spec: Spec, q: torch.Tensor) -> Tensors:
+    """The tensors of the spec; a stand-in for a seed that a call would draw."""
+    drawn = spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor)
+    return spec.tensors._replace(seed=q.new_empty((), dtype=torch.int64)) if drawn else spec.tensors
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,7 +186,7 @@ def attention(
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
             ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
-        spec: mask, score steps and sinks as a ``tilewise.Spec``, instead of causal, window and align:
+        spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
 
     Returns:
@@ -213,8 +221,12 @@ def attention(
         whole = _spec(causal, window, align, spec)
         if return_max_logit is not False:
             whole, plain = _returning("max_logit", whole, return_max_logit), False
-        _check_tensors_of(whole)
-        mask, tensors = str(whole), whole.tensors
+        tensors = whole.tensors
+        if whole.dropout:
+            check_kinds(q, k, v)
+            tensors = seeded(whole, q.device)
+        _check_tensors_of(whole, tensors)
+        mask = str(whole)
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -275,17 +287,63 @@ def plan(
     v = k if v is None else v
     check_kinds(q, k, v)
     mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
-    _check_tensors_of(mask)
+    known = _without_a_draw(mask, q)
+    _check_tensors_of(mask, known)
     if backward is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     q, k, v = _autocast(q, k, v)
-    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "")
+    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "", tensors=known)
     chosen = module_of(choose(problem, backend).backend)
     tensors = MaskTensors.of(mask.tensors)
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     make = getattr(chosen, "make_table", made_table)
     return planned(mask, tensors, problem, chosen.geometries(problem), make)
+
+
+def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+    """True where the dropout of ``attention(q, k, v, spec=spec)`` keeps a weight, whether the mask shows its key or not.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), as in the call; only its shape and device matter.
+        k: (batch, heads_kv, seqlen_k, head_dim).
+        spec: a spec with ``tilewise.dropout(p, seed)``, the seed a tensor. Without dropout everything is kept.
+        rows: the queries to show: a slice, or their indices, an int64 tensor of one dim on q's device. Default ``None``: all.
+
+    Returns:
+        bool, (batch, heads_q, rows, seqlen_k).
+
+    Raises:
+        InvalidInput: a spec whose seed is drawn anew by every call, or one that does not fit the call.
+
+    Cost: the mask in memory, and about 60 integer operations for four elements of it. No gradient.
+    """
+    check_kinds(q, k, k)
+    if not isinstance(spec, Spec):
+        raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.dropout(p, seed).")
+    if spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor):
+        raise InvalidInput("every call draws a seed of its own for this spec: give it one, tilewise.dropout(p, seed=tensor).")
+    (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
+    listed = rows if isinstance(rows, torch.Tensor) else None
+    if listed is not None and (listed.dtype != torch.int64 or listed.dim() != 1 or listed.device != q.device):
+        got = f"{listed.dtype} of shape {tuple(listed.shape)} on {listed.device}"
+        raise InvalidInput(f"rows is {got}, expected int64 of one dim on {q.device}.")
+    if listed is None and rows is not None and not isinstance(rows, slice):
+        raise InvalidInput(f"rows must be a slice, an int64 tensor or None, got {type(rows).__name__}.")
+    if not spec.dropout:
+        whole = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=q.device).expand(batch, heads, seqlen_q, seqlen_k)
+        return whole if rows is None else whole[:, :, rows]
+    tensors = seeded(spec, q.device)
+    describe(dataclasses.replace(spec, plan=""), tensors._replace(plan=None), q, k)
+    seed = full_rank("seed", tensors.seed)
+    if listed is not None:
+        return chosen_rows(seed, spec.p_dropout, batch, heads, listed % seqlen_q if seqlen_q else listed, seqlen_k)
+    first, last, step = (rows if isinstance(rows, slice) else slice(None)).indices(seqlen_q)
+    if step < 1:
+        raise InvalidInput(f"rows is {rows}, expected a step of at least 1.")
+    every = torch.arange(heads, device=q.device)
+    shown = kept(seed, spec.p_dropout, slice(0, batch), every, slice(first, max(first, last)), slice(0, seqlen_k))
+    return shown[:, :, ::step]
 
 
 def explain(
@@ -315,7 +373,8 @@ def explain(
     """
     mask = _spec(causal, window, align, spec)
     check_kinds(q, k, v)
-    _check_tensors_of(mask)
+    known = _without_a_draw(mask, q)
+    _check_tensors_of(mask, known)
     q, k, v = _autocast(q, k, v)
     problem = Problem.bind(
         q,
@@ -325,6 +384,7 @@ def explain(
         sm_scale,
         precision,
         grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *mask.tensors[:3]))),
+        tensors=known,
     )
     text = explain_problem(problem)
     if picture is None:

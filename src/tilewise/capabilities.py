@@ -74,7 +74,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         interpretable=True,
         min_compute_capability=80,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
         returns=("max_logit", "column_sums"),
     ),
     Capability(
@@ -84,7 +84,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
         returns=("max_logit", "weights", "column_sums"),
     ),
     Capability(
@@ -94,7 +94,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
         returns=("max_logit", "weights", "column_sums"),
         auto=False,
         quadratic=True,

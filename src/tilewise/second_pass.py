@@ -113,7 +113,7 @@ def _call(
     backend: str,
 ) -> torch.Tensor:
     check_kinds(q, k, k)
-    _check_tensors_of(spec)
+    _check_tensors_of(spec, spec.tensors)
     if spec.dropout:
         raise BackendRefused("dropout takes place after the weights: give the spec without it for the weights before it.")
     if not isinstance(backend, str):

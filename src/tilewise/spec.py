@@ -127,11 +127,11 @@ def check_cap(cap: object) -> float:
 
 
 def check_dropout(p: object) -> float:
-    """The probability as a float. Raises InvalidInput unless ``0 <= p < 1``."""
+    """The probability as a float. Raises InvalidInput unless ``0 <= p <= 1``."""
     if isinstance(p, bool) or not isinstance(p, int | float):
         raise InvalidInput(f"dropout's p must be a number, got {p!r} of type {type(p).__name__}.")
-    if not 0.0 <= p < 1.0:
-        raise InvalidInput(f"dropout's p is {p}, expected at least 0 and below 1 (1 would drop every weight).")
+    if not 0.0 <= p <= 1.0:
+        raise InvalidInput(f"dropout's p is {p}, expected the probability that a weight is dropped: from 0 to 1.")
     return float(p)
 
 
@@ -213,6 +213,11 @@ class Spec:
     def softcap(self) -> float | None:
         """The cap of the softcap step; ``None`` without one."""
         return next((float(step[8:]) for step in self.score if step.startswith("softcap:")), None)
+
+    @property
+    def p_dropout(self) -> float:
+        """The probability with which a weight is dropped."""
+        return float(self.dropout or 0.0)
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -302,7 +307,8 @@ class Spec:
             elif name in _FLAGS and not value:
                 fields[name] = True
             elif name == "dropout":
-                fields[name] = repr(_number(text, name, value))
+                p = _number(text, name, value)
+                fields[name] = repr(p) if p else ""
             else:
                 raise InvalidInput(
                     f"mask {text!r}: unknown term {part.strip()!r}. "

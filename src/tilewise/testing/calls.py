@@ -10,6 +10,7 @@ import torch
 
 from ..api import attention
 from ..capabilities import refuse
+from ..errors import InvalidInput
 from ..operands import DIMS, full_rank
 from ..problem import Problem, grad_letters
 from ..second_pass import attention_weights, column_sums
@@ -61,7 +62,12 @@ class Call:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def part(self, batch: slice, heads: slice) -> Call:
-        """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives."""
+        """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives.
+
+        Not with dropout, whose mask depends on the number of the batch entry and on the head.
+        """
+        if self.spec.dropout:
+            raise InvalidInput("a part of a call with dropout has other masks than the whole: take the spec's dropout away first.")
         group = self.q.shape[1] // self.k.shape[1]
         first, last, _ = heads.indices(self.k.shape[1])
         rows = slice(first * group, last * group)

@@ -401,6 +401,32 @@ GAUNTLET: tuple[Entry, ...] = (
         terms="sink",
     ),
     Entry(
+        "dropout",
+        "a dropout mask that depends on the tile, or is the same for heads or batches; a lost 1 / (1 - p), in o or in a gradient; "
+        "a mask that is not applied to dp, or is applied to ds; an lse that feels it",
+        (2, 4, 2, 77, 139, 16, 16),
+        causal(),
+        loss="o+lse",
+        terms="dropout:0.3",
+    ),
+    Entry(
+        "dropout_scores",
+        "the same in the gradients of biases, slopes and sinks",
+        (2, 4, 2, 70, 100, 16, 16),
+        loss="o+lse",
+        terms="alibi softcap:2 bias:b11k sink dropout:0.6",
+    ),
+    Entry(
+        "dropout_documents",
+        "the same where lists of tiles are walked",
+        (2, 2, 1, 90, 70, 16, 16),
+        unsorted_ids(2, 90, 70),
+        terms="dropout:0.5",
+    ),
+    Entry(
+        "dropout_all", "a factor of 1 / 0 where everything is dropped", (1, 2, 1, 40, 70, 16, 16), loss="o+lse", terms="dropout:1"
+    ),
+    Entry(
         "documents",
         "a tile that is called free where two documents meet; a segment check that is lost in a pass; documents that end at tiles' "
         "edges and beside them, of one token and of none",

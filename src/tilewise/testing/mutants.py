@@ -25,6 +25,7 @@ from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
 from .gauntlet import GAUNTLET
+from .mutant_drop import DROP_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
@@ -32,7 +33,7 @@ from .mutant_terms import TERM_MUTANTS
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
-MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS)
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
 

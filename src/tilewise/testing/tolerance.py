@@ -27,7 +27,7 @@ import torch
 
 from ..errors import AttentionError
 from ..operands import full_rank
-from ..reference import distance_of, mask_of, reference, scored, softmax_of
+from ..reference import distance_of, factor_of, mask_of, reference, scored, softmax_of
 from ..spec import RETURNS
 from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
 from .extras import expected_of, rounding_of, silent_of
@@ -162,6 +162,8 @@ def plain(call: Call) -> dict[str, torch.Tensor]:
     with torch.enable_grad(), _full_precision_products():
         s = scores(q, k)
         p, _ = softmax_of(s, sink)
+        if call.spec.dropout:
+            p = (p.to(wide) * torch.as_tensor(factor_of(call.spec, tensors, q, k)).to(wide)).to(p.dtype)
         o = product(p, _repeat(v, heads))
         _, lse = softmax_of(s.to(wide), sink)
         out = {"o": o.detach()}
@@ -201,23 +203,26 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     # What all keys of a row share: it does not average out over them.
     row = (p * score).sum(-1, keepdim=True) + score_unit * _size(lse)
     p_error = p * (score + row + eps_in / 2) + floor * ok
-    out = {"o": _rss(p_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
+    factor = factor_of(call.spec, call.spec.tensors, call.q, call.k)
+    used_error = p_error * factor
+    out = {"o": _rss(used_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
     extras = rounding_of(call, score, p, row, expected)
     if call.has_gradient:
         do = torch.zeros_like(expected["o"]) if call.do is None else call.do.double()
         dlse = torch.zeros_like(row) if call.dlse is None else call.dlse.double()[..., None]
-        dp_size = _rss(do, v.transpose(-1, -2)) + (do @ v.transpose(-1, -2)).abs()
+        dp = (do @ v.transpose(-1, -2)) * factor
+        dp_size = _rss(do, v.transpose(-1, -2)) * factor + dp.abs()
         delta_size = (do * expected["o"]).square().sum(-1, keepdim=True).sqrt() + dlse.abs()
         delta_size = delta_size + (do * expected["o"]).sum(-1, keepdim=True).abs()
         ds_error = p_error * (dp_size + delta_size) + floor * ok
-        ds = p * ((do @ v.transpose(-1, -2)) - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
+        ds = p * (dp - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
         sharing = (eps_in / 2 + row) * delta_size
         out.update(_tensor_rounding(call, expected, ds_error, sharing * p, slope, slope_error, ds))
         ds_error = ds_error * slope + ds.abs() * slope_error
         shared = sharing * ((p * slope) @ k).abs() + row * expected["dq"].abs()
         out["dq"] = abs(call.scale) * (_rss(ds_error, k) + shared)
         out["dk"] = _fold((abs(call.scale) * _rss(ds_error.transpose(-1, -2), q)).square(), heads_kv).sqrt()
-        out["dv"] = _fold(_rss(p_error.transpose(-1, -2), do).square(), heads_kv).sqrt()
+        out["dv"] = _fold(_rss(used_error.transpose(-1, -2), do).square(), heads_kv).sqrt()
     for name, term in out.items():
         if name != "lse":
             out[name] = term + eps_in / 2 * expected[name].abs()
