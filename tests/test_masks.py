@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.reference import mask_of
 from tilewise.testing.calls import evaluate, random_call
 from tilewise.testing.tolerance import Yardstick, raise_if_failed
 
@@ -329,7 +330,10 @@ K = torch.zeros(2, 2, 7, 8)
         (lambda: tw.spans([1, 2]), r"ids must be a tensor of int32 or int64 of shape \(seqlen,\) or \(batch, seqlen\), got list"),
         (lambda: tw.documents(ints(1, 5), ints(7)), r"lengths_q has shape \(2,\) and lengths_k \(1,\): they must be equal"),
         (lambda: tw.documents(ints(1, 4), ints(1, 6)), r"segment_q has 5 at seqlen_q, expected 6 or 1"),
-        (lambda: tw.dense(torch.ones(6, 7).bool()) & tw.dense(torch.ones(7).bool()), r"both have dense.*Give one tensor"),
+        (lambda: tw.dense(torch.ones(6, 7).bool()) & tw.dense(torch.ones(5).bool()), r"both have dense: got \(6, 7\).*\(5,\)"),
+        (lambda: tw.dense([True]) & tw.dense(torch.ones(5).bool()), r"both have dense: got \(\) on list"),
+        (lambda: tw.dense(torch.ones(5)) & tw.dense(torch.ones(5).bool()), r"both have dense where one is torch\.float32"),
+        (lambda: tw.segments(*[ints(1).long()] * 2) & tw.segments(*[ints(1)] * 2), r"ids are torch\.int64.*int\(\)"),
     ],
 )  # fmt: skip
 def test_bad_masks_are_named(build, message):
@@ -375,3 +379,54 @@ def test_explain_names_what_it_cannot_draw(arguments, message):
     pytest.importorskip("matplotlib")
     with pytest.raises(tw.InvalidInput, match=message):
         tw.explain(Q, K, K, spec=tw.dense(torch.ones(7).bool()), **arguments)
+
+
+# Two of a kind
+
+TWO = {
+    "rows": (
+        tw.row_intervals(ints(0, 1, 2, 0), ints(3, 4, 4, 2)),
+        tw.row_intervals(ints(1), ints(4, 3, 4, 1)[None]),
+        ["0110", "0110", "0011", "0000"],
+    ),
+    "dense": (
+        tw.dense(torch.tensor([1, 1, 0, 1]).bool()),
+        tw.dense(torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 1], [0, 0, 1, 0]]).bool()),
+        ["1100", "0101", "1001", "0000"],
+    ),
+    "segments": (
+        tw.segments(ints(0, 0, -1, -1), ints(0, -1, 0, -1)),
+        tw.segments(ints(7, -1, 7, -1), ints(7, -1, -1, 7)),
+        ["1000", "0010", "0001", "0100"],
+    ),
+    "all": (
+        tw.segments(ints(0, 0, 1, 1), ints(0, 0, 1, 1)) & tw.causal() & tw.row_intervals(ints(0), ints(3)),
+        tw.row_intervals(ints(0, 1, 1, 2), ints(9)) & tw.segments(ints(5, 5, 5, 6), ints(5, 5, 5, 5)) & tw.window(1, 9),
+        ["1000", "0100", "0010", "0000"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_masks_of_one_kind_by_hand(name):
+    first, second, want = TWO[name]
+    literal = torch.tensor([[digit == "1" for digit in row] for row in want])
+    q, k, v = (torch.randn(1, 1, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    exact, _ = tw.reference(q, k, v, tw.dense(literal))
+    for spec in (first & second, second & first):
+        mask = mask_of(spec, 4, 4)
+        assert mask.expand(1, 1, 4, 4)[0, 0].tolist() == literal.tolist()
+        assert torch.equal(mask, mask_of(first, 4, 4) & mask_of(second, 4, 4))
+        for backend in ("torch", "triton"):
+            torch.testing.assert_close(tw.attention(q, k, v, spec=spec, backend=backend).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_conjunction_is_no_larger_than_it_must_be():
+    row = (torch.arange(7) > 2).expand(2, 3, 6, 7)
+    both = tw.dense(row) & tw.dense(torch.ones(6, 1).bool().expand(2, 3, 6, 7))
+    assert both.tensors.dense.shape == (1, 1, 6, 7)
+    tw.attention(torch.zeros(2, 3, 6, 8), *[torch.zeros(2, 3, 7, 8)] * 2, spec=both)
+    planned = tw.plan(torch.zeros(2, 3, 6, 8), torch.zeros(2, 3, 7, 8), both, backend="torch")
+    assert planned.plan
+    again = planned & tw.dense(row)
+    assert (again.plan, again.tensors.plan) == ("", None)

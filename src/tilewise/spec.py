@@ -28,6 +28,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .conjunction import joined
 from .errors import InvalidInput
 
 __all__ = [
@@ -95,11 +96,17 @@ _ADVICE = {
     "alibi": "Add the slopes and give one tensor.",
     "bias": "Add the biases and give one tensor.",
     "sink": "Give one logit a head: torch.logaddexp(first, second).",
-    "segment": "Number the pairs of ids and give one tensor a side.",
-    "row": "Give one pair of tensors: the maximum of the starts and the minimum of the ends.",
-    "dense": "Give one tensor: first & second.",
     "dropout": "Give one probability: 1 - (1 - first) * (1 - second).",
 }
+
+
+def _of_both(slot: str, first: Any, second: Any) -> Any:
+    """The tensor in this slot of two specs that are combined. A plan was made for one of them."""
+    if slot == "plan":
+        return None
+    if first is None or second is None:
+        return second if first is None else first
+    return joined(slot, first, second)
 
 
 def _number(text: str, name: str, value: str) -> float:
@@ -135,7 +142,9 @@ CHECKS = {"softcap": check_cap, "dropout": check_dropout}
 class Spec:
     """What one attention computes, in canonical form. Combine specs with ``&``.
 
-    A key is seen if every part lets it through; score steps apply in the order in which they are combined.
+    A key is seen if every part lets it through; score steps apply in the order in which they are combined. Two interval masks, two
+    dense masks or two segments (of int32 ids) become one, whose tensors are made there and then: the maximum of the starts and the
+    minimum of the ends, ``first & second``, pairs of ids. Any other term can be there once.
 
     Args:
         upper: int or None: a key is seen only if ``kv_pos <= q_pos + upper``. ``None``: no such bound. Default ``None``.
@@ -236,7 +245,7 @@ class Spec:
                 f"cannot combine a mask aligned {self.align!r} with one aligned {other.align!r}: "
                 "their positions differ. Build both with the same align."
             )
-        twice = [name for name in self.terms if name in other.terms]
+        twice = [name for name in self.terms if name in other.terms and name in _ADVICE]
         if twice:
             raise InvalidInput(f"cannot combine two specs that both have {twice[0]}: a spec has at most one. {_ADVICE[twice[0]]}")
         least = [b for b in (self.upper, other.upper) if b is not None]
@@ -251,7 +260,7 @@ class Spec:
             self.row or other.row,
             self.dense or other.dense,
             self.dropout or other.dropout,
-            Tensors(*(b if a is None else a for a, b in zip(self.tensors, other.tensors, strict=True)))._replace(plan=None),
+            Tensors(*(_of_both(slot, a, b) for slot, a, b in zip(SLOTS, self.tensors, other.tensors, strict=True))),
         )
 
     def __str__(self) -> str:

@@ -119,8 +119,12 @@ def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> M
 
 
 def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> dict[str, Any]:
-    """The launches of forward and backward for this problem, by pass; ``configs`` overrides what ``lookup`` says."""
+    """The launches of forward and backward for this problem, by pass; ``configs`` overrides what ``lookup`` says.
+
+    Those of a problem that returns sums of weights are of the kernel that makes these ("columns"), and no others.
+    """
     from ..backends import triton as backend
+    from ..backends.triton.columns import launch_column_sums
 
     t, tensors = _tensors(problem), _operands(problem)
     chosen = {name: (configs or {}).get(name) or lookup(problem, name) for name in PASSES}
@@ -130,12 +134,16 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         return chosen[name], backend.launch_dkdv(problem, chosen[name], *given, masks[name], tensors)
 
     masks = {name: _masked(problem, tensors, name, config) for name, config in chosen.items()}
+    if problem.spec.returns == "column_sums":
+        given = (t["q"], t["k"], t["lse"], t["lse"], masks["dv"], tensors)
+        return {"columns": (chosen["dv"], launch_column_sums(problem, chosen["dv"], *given))}
+    maxima = t["lse"] if problem.spec.returns == "max_logit" else None
     forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
     backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
     kept = t["pivots"] if problem.keeps_rows else None
     by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, masks["fwd"], tensors, kept)),
+        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, masks["fwd"], tensors, kept, maxima)),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
@@ -170,7 +178,11 @@ def _launch_jvp(
 
 
 def compile_problem(
+<<<<<<< HEAD
     problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "jvp", *PASSES), configs: dict[str, Config] | None = None
+=======
+    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "columns", *PASSES), configs: dict[str, Config] | None = None
+>>>>>>> outputs
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
     reports = []

@@ -84,9 +84,9 @@ def _column_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
     )
-    of_key = None
     head_of_all = (batch * heads_q + head).to(tl.int64)
     head_rows = head_of_all * seqlen_q
+    of_key = None
     tiles = None
     if table is not None:
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
@@ -131,10 +131,15 @@ _columns_plan: Any = functools.lru_cache(maxsize=4096)(_columns)
 
 
 def launch_column_sums(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tensors: Tensors = NO_TENSORS
+    problem: Problem,
+    config: configs.Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
 ) -> Launch:
-    config = configs.lookup(problem, "dv")
-    mask = _mask(problem, tensors, config, transposed=True)
     return _columns(problem, config, mask, tensors).launch(q, k, lse, out)
 
 
@@ -142,8 +147,10 @@ def column_sums(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tensors: Tensors = NO_TENSORS
 ) -> None:
     """Fill ``out`` (batch, heads_q, seqlen_k), float32, contiguous; so is ``lse``."""
+    config = configs.lookup(problem, "dv")
     if tensors is NO_TENSORS:
-        _columns_plan(problem, configs.lookup(problem, "dv")).run(q, k, lse, out)
+        _columns_plan(problem, config).run(q, k, lse, out)
         return
     with torch.cuda.device_of(q):
-        launch_column_sums(problem, q, k, lse, out, tensors).run()
+        mask = _mask(problem, tensors, config, transposed=True)
+        launch_column_sums(problem, config, q, k, lse, out, mask, tensors).run()
