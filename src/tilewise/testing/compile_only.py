@@ -178,11 +178,7 @@ def _launch_jvp(
 
 
 def compile_problem(
-<<<<<<< HEAD
-    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "jvp", *PASSES), configs: dict[str, Config] | None = None
-=======
-    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "columns", *PASSES), configs: dict[str, Config] | None = None
->>>>>>> outputs
+    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", *PASSES), configs: dict[str, Config] | None = None
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
     reports = []
