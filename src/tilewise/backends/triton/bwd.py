@@ -18,6 +18,7 @@ from .parts import (
     LENGTHS,
     LOG2_E,
     allowed,
+    column_part,
     key_terms,
     listed,
     load_tile,
@@ -70,11 +71,11 @@ def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the query tiles ``first .. last`` (or at these places of a list) of one head past the resident key tile."""
@@ -103,16 +104,23 @@ def _dkdv_tiles(
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
-        do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+        if NEED_DK or SPLIT == 1:
+            do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
         if NEED_DV:
-            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
+            do_part = do_tile if SPLIT == 1 else load_tile(
+                do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV // SPLIT, BULK, WIDEN, col
+            )
+            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_part, dv, input_precision=PRECISION)
         if NEED_DK:
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
                 ds_t *= slope
-            dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_tile, dk, input_precision=PRECISION)
+            q_part = q_tile if SPLIT == 1 else load_tile(
+                q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D // SPLIT, BULK, WIDEN, col
+            )
+            dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_part, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -123,18 +131,19 @@ def _dkdv_kernel(
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
-    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Grid: key tiles x key heads x batch."""
     n_block, head_kv, batch = schedule(n_blocks, heads_kv, REVERSED, FLAT)
+    n_block, col = column_part(n_block, SPLIT, (BLOCK_D if NEED_DK else BLOCK_DV) // SPLIT)
     start_n = n_block * BLOCK_N
     kv_pos = start_n + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
     v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_D // SPLIT], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV // SPLIT], tl.float32)
 
     # The plan transposed: key rows, query columns. kv <= q + upper bounds the queries from below, so the bounds swap roles.
     row_end = min(start_n + BLOCK_N, seqlen_k)
@@ -151,39 +160,39 @@ def _dkdv_kernel(
         if HAS_UPPER and table is None:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n, col,
                 STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
+            seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n, col,
             STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
+                seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n, col,
                 STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
         dk = dk * sm_scale
-        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D // SPLIT, BULK, WIDEN, col)
     if NEED_DV:
-        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV // SPLIT, BULK, WIDEN, col)
 
 
 @triton.jit
 def _dq_tiles(
     dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
@@ -217,7 +226,10 @@ def _dq_tiles(
         if len(STEPS) > 0:
             ds *= slope
         if NEED_DQ:
-            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
+            k_part = k_tile if SPLIT == 1 else load_tile(
+                k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D // SPLIT, BULK, WIDEN, col
+            )
+            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_part, dq, input_precision=PRECISION)
     return dq, dslope
 
 
@@ -228,12 +240,13 @@ def _dq_kernel(
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
-    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, and what its rows add to the gradient of a slope. Grid: query tiles x query heads x batch."""
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
+    m_block, col = column_part(m_block, SPLIT, BLOCK_D // SPLIT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -244,7 +257,7 @@ def _dq_kernel(
     lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
     dslope = tl.zeros([BLOCK_M], tl.float32)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D // SPLIT], tl.float32)
 
     row_end = min(start_m + BLOCK_M, seqlen_q)
     lo, free_lo, free_hi, hi = tile_range(
@@ -258,24 +271,24 @@ def _dq_kernel(
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
-            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            score, start_m, q_start, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq, dslope = _dq_tiles(
         dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
         seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-        score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
-        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        score, start_m, q_start, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
+        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
-            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            score, start_m, q_start, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     if DSLOPES != "":
         tl.store(dslopes_ptr + head_rows + offs_m, dslope, mask=offs_m < seqlen_q)
     if NEED_DQ:
         dq = dq * sm_scale
-        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D // SPLIT, BULK, WIDEN, col)
