@@ -137,7 +137,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
     """A sound config for any legal problem: the first of a list, best guess first, that is legal."""
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.arch.kind == "cpu":  # the interpreter: small enough for tests to cross several tiles, large enough to be quick
-        return Config(32, 64, 4, 1) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1)
+        split = 2 if wide > 256 and pass_ != "dbias" else 1
+        return Config(32, 64, 4, 1, split) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1, split)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
     if wide > 256:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import Problem
-from . import Config, padded
+from . import Config
 
 __all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
 
@@ -54,5 +54,5 @@ def units_kept(problem: Problem) -> int:
         return 0
     config = config_of(p).weights
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
-    room = _COPIES * 4 * p.batch * p.heads_q * p.seqlen_q * padded(p.head_dim)
+    room = _COPIES * 4 * p.batch * p.heads_q * p.seqlen_q * p.head_dim
     return min(p.batch * p.heads_kv, room // (p.group * rows * keys * 2 * p.itemsize))
