@@ -91,7 +91,7 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     if arch.kind == "hip":
         return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
     if by_descriptor(p, pass_, config) and arch.bulk_copy:
-        return resident + stages * streamed + (2 * scores if single else 1024)
+        return resident + stages * streamed + ((1 if pass_ == "fwd" else 2) * scores if single else 1024)
     if single:
         return 2 * resident + (stages + (1 if arch.bulk_copy else 0)) * streamed + 2 * scores
     return resident + stages * streamed + scores
@@ -148,7 +148,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
-        ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+        first = [(128, 64, 8, 2), (128, 32, 8, 2)] if pass_ == "fwd" and wide == 128 else []
+        ladder = [*first, (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif pass_ == "fwd":
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:

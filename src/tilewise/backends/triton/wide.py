@@ -1,6 +1,6 @@
-"""Backward beyond 256 columns: the weights and ds are made once, tile by tile, and left in memory for the products that need them.
+"""Backward of wide heads: the weights and ds are made once, tile by tile, and left in memory for the products that need them.
 
-One float32 tile of dk, dv or dq of such a head fills the registers, so that kernels that make scores and gradients at once have small
+Beyond 256 columns (64 for float32 inputs, whose operands take registers twice over) a tile of dk, dv or dq fills the registers, so that kernels that make scores and gradients at once have small
 tiles and make all scores once for each part of the columns. Here ``_weights_kernel`` makes ``p`` and ``ds`` of a tile of queries by
 keys, the columns of q, k, v and do streaming past it; ``_keys_kernel`` makes ``dv = p^T do`` and ``dk = sm_scale ds^T q`` of them, and
 ``_queries_kernel`` ``dq = sm_scale ds k``: 5 products, none made twice. What is kept is rounded to the dtype of the inputs, as operands
