@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import Problem
-from . import Config
+from . import Config, misadded
 
 __all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
 
@@ -62,7 +62,7 @@ def units_kept(problem: Problem) -> int:
     512 columns, a part of them beyond, and none where not even one fits.
     """
     p = problem
-    if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN:
+    if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
         return 0
     if p.itemsize > 2 and p.arch.kind == "cpu":
         return 0  # so that the interpreter runs the other kernels as well

@@ -79,7 +79,7 @@ def _weights_kernel(
     )
     p = weights(s, pivot[:, None], log_l[:, None], NATURAL)
     ok = allowed((q_start + offs_m)[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-    if mask is not None:
+    if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
         ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
