@@ -150,7 +150,8 @@ def _decode(backend: str, pass_: str, value: Any) -> Any:
 
     if backend == "triton":
         if not isinstance(value, list) or len(value) not in (4, 5) or any(type(x) is not int or x < 1 for x in value):
-            raise ValueError(f"config is {value!r}, expected [block_m, block_n, num_warps, num_stages(, split)], ints of at least 1")
+            words = "block_m, block_n, num_warps, num_stages(, split)"
+            raise ValueError(f"config is {value!r}, expected [{words}], ints of at least 1")
         return Config(*value)
     if pass_ == "fwd":
         return _made(HopperConfig, value, "config")

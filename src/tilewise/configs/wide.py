@@ -64,9 +64,9 @@ def units_kept(problem: Problem) -> int:
     p = problem
     if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
         return 0
-    if p.itemsize > 2 and p.arch.kind == "cpu":
+    if p.dtype == "float16" and p.arch.kind == "cpu":
         return 0  # so that the interpreter runs the other kernels as well
-    if max(p.head_dim, p.head_dim_v) <= (NARROW if p.itemsize == 2 else NARROW // 4):
+    if max(p.head_dim, p.head_dim_v) <= (NARROW if p.itemsize == 2 or p.arch.kind == "cpu" else NARROW // 4):
         return 0
     config = config_of(p).weights
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))

@@ -228,7 +228,12 @@ GAUNTLET: tuple[Entry, ...] = (
         causal(),
         loss="o+lse",
     ),
-    Entry("wide_384", "wide heads under a window; parts of the columns of which the last is ragged", (1, 2, 2, 70, 90, 384, 320), window(20, 3)),
+    Entry(
+        "wide_384",
+        "parts of the columns of which the last is ragged, under a window",
+        (1, 2, 2, 70, 90, 384, 320),
+        window(20, 3),
+    ),
     Entry("wide_320_16", "one head_dim taken for the other where only one is wide", (2, 2, 1, 40, 70, 320, 16), causal()),
     Entry(
         "wide_heads_apart",

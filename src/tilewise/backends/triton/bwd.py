@@ -6,7 +6,8 @@ With ``p = exp2(s2 - lse2)`` recomputed under the same mask, and ``delta = sum_d
 
 ``_delta_kernel`` makes delta. ``_dkdv_kernel`` holds a tile of keys and streams the queries that see it (the plan transposed), all
 query heads of the group in a fixed order. ``_dq_kernel`` holds a tile of queries and streams keys, as the forward pass does. Scores
-are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory.
+are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory. With SPLIT above 1 that many
+programs share the columns of one tile of dq, dk or dv, each with scores of its own; ``wide.py`` has the better way where there is room.
 
 Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p of theirs an exact zero.
 """
@@ -181,9 +182,11 @@ def _dkdv_kernel(
             )  # fmt: skip
     if NEED_DK:
         dk = dk * sm_scale
-        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D // SPLIT, BULK, WIDEN, col)
+        cols: tl.constexpr = BLOCK_D // SPLIT
+        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, cols, BULK, WIDEN, col)
     if NEED_DV:
-        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV // SPLIT, BULK, WIDEN, col)
+        cols_v: tl.constexpr = BLOCK_DV // SPLIT
+        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, cols_v, BULK, WIDEN, col)
 
 
 @triton.jit

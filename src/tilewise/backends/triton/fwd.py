@@ -1,7 +1,7 @@
 """Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for each tile of queries of one head.
 
-Grid: query tiles x heads x batch (``parts.schedule``). Q is loaded once and kept; K and V stream past it. With SPLIT above 1 as many
-programs share the columns of one tile of o, each with scores of its own (``parts.column_part``).
+Grid: query tiles x heads x batch (``parts.schedule``). Q is loaded once and kept; K and V stream past it. With SPLIT above 1 that
+many programs share the columns of one tile of o, each with scores of its own (``parts.column_part``).
 
 Invariant after every key tile: ``m_i`` is the maximum of the scores visited so far (base two), ``l_i = sum exp2(s2 - m_i)`` and
 ``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.

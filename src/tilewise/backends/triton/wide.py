@@ -1,13 +1,13 @@
 """Backward of wide heads: the weights and ds are made once, tile by tile, and left in memory for the products that need them.
 
-Beyond 256 columns (64 for float32 inputs, whose operands take registers twice over) a tile of dk, dv or dq fills the registers, so that kernels that make scores and gradients at once have small
-tiles and make all scores once for each part of the columns. Here ``_weights_kernel`` makes ``p`` and ``ds`` of a tile of queries by
-keys, the columns of q, k, v and do streaming past it; ``_keys_kernel`` makes ``dv = p^T do`` and ``dk = sm_scale ds^T q`` of them, and
-``_queries_kernel`` ``dq = sm_scale ds k``: 5 products, none made twice. What is kept is rounded to the dtype of the inputs, as operands
-of those products are in any case.
+Beyond 256 columns (64 for float32 inputs, whose operands take registers twice over) a tile of dk, dv or dq fills the registers, so
+that kernels that make scores and gradients at once have small tiles, and make all scores anew for each part of the columns. Here
+``_weights_kernel`` makes ``p`` and ``ds`` of a tile of queries by keys, the columns of q, k, v and do streaming past it;
+``_keys_kernel`` makes ``dv = p^T do`` and ``dk = sm_scale ds^T q`` of them, and ``_queries_kernel`` ``dq = sm_scale ds k``: five
+products, none made twice. What is kept is rounded to the dtype of the inputs, as operands of those products are in any case.
 
-What is kept lies as [1, query heads, queries, keys], lengths rounded up to whole tiles, for ``count`` heads of keys from number
-``first`` on (of all batches). Only tiles in which a pair may be seen are written, and no others are read. No atomics: the bits repeat.
+What is kept lies as [1, query heads, queries, keys], lengths rounded up to whole tiles, for some heads of keys from number ``first``
+on (of all batches). Only tiles in which a pair may be seen are written, and no others are read. No atomics: the bits repeat.
 """
 
 import triton
@@ -105,7 +105,7 @@ def _keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale kept^T rows`` of one tile of keys and COLS columns. Grid: (key tiles x parts of the columns) x kept key heads."""
+    """``out = scale kept^T rows`` of one tile of keys and COLS columns. Grid: (key tiles x parts of columns) x kept key heads."""
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
     n_block = tl.program_id(0) // parts
     col = tl.program_id(0) % parts * COLS
@@ -146,7 +146,7 @@ def _queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale kept rows`` of one tile of queries and COLS columns. Grid: (query tiles x parts of the columns) x kept query heads."""
+    """``out = scale kept rows`` of one tile of queries and COLS columns. Grid: (query tiles x parts of columns) x kept query heads."""
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
     m_block = tl.program_id(0) // parts
     col = tl.program_id(0) % parts * COLS

@@ -25,7 +25,7 @@ SPACE = {
 # Also for float32 inputs, whose operands take more room.
 WIDE_SPACE = [(m, n, w, s) for m in (16, 32, 64) for n in (16, 32) for w in (4, 8) for s in (1, 2)]
 # Beyond 256 columns, with the columns of the result shared by as many programs.
-SPLIT_SPACE = [(m, n, w, s, split) for m in (32, 64, 128) for n in (16, 32, 64) for w in (4, 8) for s in (1, 2) for split in (1, 2, 4)]
+SPLIT_SPACE = [(m, n, w, s, c) for m in (32, 64, 128) for n in (16, 32, 64) for w in (4, 8) for s in (1, 2) for c in (1, 2, 4)]
 NAMES = {"fwd": "forward", "dkdv": "dk and dv", "dk": "dk", "dv": "dv", "dq": "dq", "bwd": "backward"}
 
 
@@ -97,7 +97,8 @@ def candidates(problem: Problem, backend: str, kernel: str) -> list[Candidate]:
 def short(config: Any) -> str:
     """A config in few letters."""
     if isinstance(config, Config):
-        return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+        parts = f" split {config.split}" if config.split > 1 else ""
+        return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}{parts}"
     if isinstance(config, BackwardConfig):
         parts = (("", config.keys), (" dq ", config.queries), (" kept ", config.kept))
         return "".join(name + short(part) for name, part in parts if part is not None)
