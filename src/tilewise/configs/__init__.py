@@ -186,8 +186,10 @@ def _wide_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:
     if problem.arch.kind == "hip":
         return [*([(64, 16, 4, 1, 2)] if pass_ == "fwd" else []), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
     if pass_ in ("fwd", "dv"):
-        return [(128, 32, 8, 2, 2), (64, 32, 8, 1, 2), (64, 16, 4, 2, 4), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
-    return [(64, 32, 4, 1, 2), (32, 32, 4, 1, 2), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
+        first = (64, 32, 4, 3, 2) if pass_ == "fwd" else (128, 32, 8, 2, 2)
+        return [first, (64, 32, 8, 1, 2), (64, 16, 4, 2, 4), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
+    first = (64, 32, 8, 1) if pass_ == "dk" and by_descriptor(problem, pass_, Config(32, 64, 8, 1)) else (64, 32, 4, 1, 2)
+    return [first, (32, 32, 4, 1, 2), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
 
 
 @functools.lru_cache(maxsize=64)

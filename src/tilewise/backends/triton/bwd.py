@@ -6,8 +6,8 @@ With ``p = exp2(s2 - lse2)`` recomputed under the same mask, and ``delta = sum_d
 
 ``_delta_kernel`` makes delta. ``_dkdv_kernel`` holds a tile of keys and streams the queries that see it (the plan transposed), all
 query heads of the group in a fixed order. ``_dq_kernel`` holds a tile of queries and streams keys, as the forward pass does. Scores
-are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory. With SPLIT above 1 that many
-programs share the columns of one tile of dq, dk or dv, each with scores of its own; ``wide.py`` has the better way where there is room.
+are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory. With SPLIT
+above 1 that many programs share the columns of a tile of dq, dk or dv, each with scores of its own; ``wide.py`` has a better way.
 
 Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p of theirs an exact zero.
 """
@@ -108,9 +108,11 @@ def _dkdv_tiles(
         if NEED_DK or SPLIT == 1:
             do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
         if NEED_DV:
-            do_part = do_tile if SPLIT == 1 else load_tile(
-                do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV // SPLIT, BULK, WIDEN, col
-            )
+            if SPLIT == 1:
+                do_part = do_tile
+            else:
+                cols_v: tl.constexpr = BLOCK_DV // SPLIT
+                do_part = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, cols_v, BULK, WIDEN, col)
             dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_part, dv, input_precision=PRECISION)
         if NEED_DK:
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
@@ -118,9 +120,11 @@ def _dkdv_tiles(
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
                 ds_t *= slope
-            q_part = q_tile if SPLIT == 1 else load_tile(
-                q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D // SPLIT, BULK, WIDEN, col
-            )
+            if SPLIT == 1:
+                q_part = q_tile
+            else:
+                cols: tl.constexpr = BLOCK_D // SPLIT
+                q_part = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, cols, BULK, WIDEN, col)
             dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_part, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -231,9 +235,11 @@ def _dq_tiles(
         if len(STEPS) > 0:
             ds *= slope
         if NEED_DQ:
-            k_part = k_tile if SPLIT == 1 else load_tile(
-                k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D // SPLIT, BULK, WIDEN, col
-            )
+            if SPLIT == 1:
+                k_part = k_tile
+            else:
+                cols: tl.constexpr = BLOCK_D // SPLIT
+                k_part = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, cols, BULK, WIDEN, col)
             dq = tl.dot(operand(ds, DTYPE, WIDEN), k_part, dq, input_precision=PRECISION)
     return dq, dslope
 

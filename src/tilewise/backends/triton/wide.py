@@ -4,10 +4,11 @@ Beyond 256 columns (64 for float32 inputs, whose operands take registers twice o
 that kernels that make scores and gradients at once have small tiles, and make all scores anew for each part of the columns. Here
 ``_weights_kernel`` makes ``p`` and ``ds`` of a tile of queries by keys, the columns of q, k, v and do streaming past it;
 ``_keys_kernel`` makes ``dv = p^T do`` and ``dk = sm_scale ds^T q`` of them, and ``_queries_kernel`` ``dq = sm_scale ds k``: five
-products, none made twice. What is kept is rounded to the dtype of the inputs, as operands of those products are in any case.
+products, none of them twice. What is kept is rounded to the dtype of the inputs, as operands of those products are in any case.
 
-What is kept lies as [1, query heads, queries, keys], lengths rounded up to whole tiles, for some heads of keys from number ``first``
-on (of all batches). Only tiles in which a pair may be seen are written, and no others are read. No atomics: the bits repeat.
+What is kept lies as [1, query heads, queries, keys], lengths rounded up to whole tiles, for some heads of keys from number
+``first`` on (of all batches). Only tiles in which a pair may be seen are written, and no others are read. No atomics: the bits
+repeat.
 """
 
 import triton
@@ -114,9 +115,7 @@ def _keys_kernel(
     head_kv = first + local - batch * heads_kv
     start_n = n_block * BLOCK_N
     row_end = min(start_n + BLOCK_N, seqlen_k)
-    lo, _, _, hi = tile_range(
-        start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
-    )
+    lo, _, _, hi = tile_range(start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER)
     steps: tl.constexpr = BLOCK_M // STEP
     acc = tl.zeros([BLOCK_N, COLS], tl.float32)
     for member in range(group):
@@ -146,16 +145,14 @@ def _queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale kept rows`` of one tile of queries and COLS columns. Grid: (query tiles x parts of columns) x kept query heads."""
+    """``out = scale kept rows`` of one tile of queries, COLS columns. Grid: (query tiles x parts of columns) x kept query heads."""
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
     m_block = tl.program_id(0) // parts
     col = tl.program_id(0) % parts * COLS
     local, batch, head, head_kv = _place(first, heads_kv, group)
     start_m = m_block * BLOCK_M
     row_end = min(start_m + BLOCK_M, seqlen_q)
-    lo, _, _, hi = tile_range(
-        q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
-    )
+    lo, _, _, hi = tile_range(q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER)
     if table is not None:
         tiles, lo, _, _, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     steps: tl.constexpr = BLOCK_N // STEP
