@@ -257,6 +257,13 @@ GAUNTLET: tuple[Entry, ...] = (
         causal(),
         terms="softcap:2 bias:1hqk alibi segment sink",
     ),
+    Entry(
+        "wide_dropout",
+        "a mask of dropout that differs between the parts of the columns",
+        (1, 2, 1, 40, 70, 272, 272),
+        causal(),
+        terms="dropout:0.3",
+    ),
     Entry("odd_72", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 72, 80), causal()),
     Entry("odd_160", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 160, 112), window(30, 9)),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
