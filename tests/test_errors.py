@@ -182,7 +182,7 @@ def codes(refusal: tw.BackendRefused) -> list[str]:
 
 
 def test_a_refusal_lists_every_reason():
-    asked = problem("seqlen=64 head_dim=300/270 dtype=float64 arch=cpu", Runtime(None))
+    asked = problem("seqlen=64 head_dim=600/570 dtype=float64 arch=cpu", Runtime(None))
     with pytest.raises(tw.BackendRefused) as caught:
         choose(asked, "triton")
     assert codes(caught.value) == ["device", "triton", "dtype", "head_dim", "head_dim"]
@@ -192,8 +192,8 @@ def test_a_refusal_lists_every_reason():
         "TRITON_INTERPRET=1",
         "Triton is not installed, it needs 3.6 or newer",
         "the dtype is float64, it takes float16, bfloat16, float32",
-        "head_dim is 300, it takes up to 256",
-        "head_dim_v is 270, it takes up to 256",
+        "head_dim is 600, it takes up to 512",
+        "head_dim_v is 570, it takes up to 512",
         "Accepted by: 'torch', 'reference'.",
         f"Problem: {asked}",
     ):
@@ -208,8 +208,8 @@ def test_a_refusal_lists_every_reason():
         ("seqlen=64 head_dim=64 arch=sm_90", Runtime((3, 4)), "triton", "Triton 3.4 is installed, it needs 3.6 or newer"),
         ("seqlen=64 head_dim=64 arch=sm_90", Runtime((3, 9), True), "interpreter", "TRITON_INTERPRET=1 .* unset it"),
         ("seqlen=64 head_dim=64 arch=sm_90 dtype=float64", PLAIN, "dtype", "the dtype is float64, it takes"),
-        ("seqlen=64 head_dim=257/256 arch=sm_90", PLAIN, "head_dim", "head_dim is 257, it takes up to 256"),
-        ("seqlen=64 head_dim=64/512 arch=gfx942", PLAIN, "head_dim", "head_dim_v is 512, it takes up to 256"),
+        ("seqlen=64 head_dim=513/512 arch=sm_90", PLAIN, "head_dim", "head_dim is 513, it takes up to 512"),
+        ("seqlen=64 head_dim=64/1024 arch=gfx942", PLAIN, "head_dim", "head_dim_v is 1024, it takes up to 512"),
         ("seqlen=64 head_dim=64 arch=gfx942 dtype=float32 precision=tf32", PLAIN, "precision", "no meaning for it on gfx942"),
     ],
 )
@@ -233,7 +233,7 @@ def test_auto_lists_the_reasons_of_every_backend_when_all_refuse(monkeypatch):
     monkeypatch.setattr(select, "CAPABILITIES", rows)
     for cached in (select.table, select._choose):
         cached.cache_clear()
-    asked = problem("seqlen=64 head_dim=300 arch=sm_90 sm_scale=0.123")
+    asked = problem("seqlen=64 head_dim=600 arch=sm_90 sm_scale=0.123")
     with pytest.raises(tw.BackendRefused, match="No backend accepts this problem") as caught:
         choose(asked)
     for row in rows:
@@ -244,10 +244,10 @@ def test_auto_lists_the_reasons_of_every_backend_when_all_refuse(monkeypatch):
 
 def test_a_named_backend_never_falls_back():
     with pytest.raises(tw.BackendRefused):
-        choose(problem("seqlen=64 head_dim=300 arch=sm_90"), "triton")
-    assert choose(problem("seqlen=64 head_dim=300 arch=sm_90")).backend == "torch"
-    q = torch.zeros(1, 1, 4, 300)
-    with pytest.raises(tw.BackendRefused, match=r"head_dim is 300.*\nAccepted by: 'torch', 'reference'"):
+        choose(problem("seqlen=64 head_dim=600 arch=sm_90"), "triton")
+    assert choose(problem("seqlen=64 head_dim=600 arch=sm_90")).backend == "torch"
+    q = torch.zeros(1, 1, 4, 600)
+    with pytest.raises(tw.BackendRefused, match=r"head_dim is 600.*\nAccepted by: 'torch', 'reference'"):
         tw.attention(q, q, q, backend="triton")
 
 
@@ -291,7 +291,7 @@ def test_problem_string_round_trips(text):
 
 
 def test_problem_string_of_an_error_parses_back():
-    q = torch.zeros(1, 4, 3, 300, requires_grad=True)
+    q = torch.zeros(1, 4, 3, 600, requires_grad=True)
     with pytest.raises(tw.BackendRefused) as caught:
         tw.attention(q, q, q, window=(2, 0), sm_scale=0.1, backend="triton")
     line = str(caught.value).splitlines()[-1].removeprefix("Problem: ")

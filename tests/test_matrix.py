@@ -17,7 +17,7 @@ from tilewise.testing.tolerance import Yardstick, raise_if_failed
 
 LIMITS = sorted({c.max_head_dim for c in CAPABILITIES if c.max_head_dim is not None})
 # On both sides of every limit in the table, for either head_dim.
-HEAD_DIMS = [(16, 16), *itertools.chain.from_iterable(((n, 16), (16, n), (n + 1, 16), (16, n + 1)) for n in LIMITS), (300, 300)]
+HEAD_DIMS = [(16, 16), *itertools.chain.from_iterable(((n, 16), (16, n), (n + 1, 16), (16, n + 1)) for n in LIMITS), (600, 600)]
 MASKS = (full(), causal(), window(9, 4, "top_left"))
 
 
@@ -99,7 +99,7 @@ def _codes(backend, **changes):
         ({"runtime": SOFTWARE["interpreted"]}, ["interpreter"]),
         ({"dtype": "float64"}, ["dtype"]),
         ({"head_dim": 257}, ["head_dim"]),
-        ({"head_dim": 257, "head_dim_v": 300, "dtype": "float64"}, ["dtype", "head_dim", "head_dim"]),
+        ({"head_dim": 513, "head_dim_v": 600, "dtype": "float64"}, ["dtype", "head_dim", "head_dim"]),
         ({"dtype": "float32", "precision": "tf32"}, []),
         ({"dtype": "float32", "precision": "tf32", "arch": ARCHS["gfx942"]}, ["precision"]),
         ({"arch": ARCHS["cpu"], "runtime": SOFTWARE["none"], "dtype": "float64"}, ["device", "triton", "dtype"]),
@@ -127,8 +127,8 @@ def test_auto_takes_the_first_that_accepts_and_never_the_oracle():
 
 
 def test_a_named_backend_never_falls_back():
-    q = torch.zeros(1, 1, 2, 300)
+    q = torch.zeros(1, 1, 2, 600)
     assert attention(q, q, q).shape == q.shape
-    with pytest.raises(BackendRefused, match="head_dim is 300, it takes up to 256") as caught:
+    with pytest.raises(BackendRefused, match="head_dim is 600, it takes up to 512") as caught:
         attention(q, q, q, backend="triton")
     assert "Accepted by: 'torch', 'reference'" in str(caught.value)

@@ -265,7 +265,7 @@ def test_dry_run_takes_the_backend_of_the_device_and_one_pass(folder, capsys):
         (["--problem", SM90 + " layout=strided"], "layout=strided"),
         (["--problem", SM90.replace("causal", "causal,bias")], "its mask names tensors (bias)"),
         (["--problem", SM90.replace("4096", "0")], "an extent is zero"),
-        (["--problem", "seqlen=64 head_dim=300 arch=sm_90"], "'auto' takes backend 'torch', which has nothing to tune"),
+        (["--problem", "seqlen=64 head_dim=600 arch=sm_90"], "'auto' takes backend 'torch', which has nothing to tune"),
         (["--problem", SM90.replace("=128", "=80"), "--backend", "hopper"], "backend 'hopper' refuses"),
     ],
 )

@@ -70,7 +70,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "portable Triton kernels: tensor descriptors where the processor copies by descriptor, pointers elsewhere",
         kinds=("cuda", "hip"),
         dtypes=(*HALF, "float32"),
-        max_head_dim=256,
+        max_head_dim=512,
         tf32_kinds=("cuda", "cpu"),
         triton=(3, 6),
         interpretable=True,

@@ -24,20 +24,28 @@ DENSE_64 = "heads=4 seqlen=4096 head_dim=64 mask=row,dense jvp=qkv"
 SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas jvp=qkvas"
 BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb jvp=qkvb"
 DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv"
+WIDE_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal grad=qkv"
+LONG_512 = "heads=1 seqlen=65536 head_dim=512 mask=causal grad=qkv"  # too long for weights to be kept
+TERMS_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal,softcap:30.0,bias,segment grad=qkvb"
+SINGLE_128 = "heads=4 seqlen=4096 head_dim=128 dtype=float32 grad=qkv"
+SINGLE_512 = "heads=4 seqlen=4096 head_dim=512 dtype=float32 mask=causal grad=qkv"
 SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
 SUMS_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=causal,segment,returns:column_sums"
 SUMS_64 = "heads=4 seqlen=4000 head_dim=64 mask=softcap:30.0,bias,returns:column_sums"
 LARGEST_64 = "heads=4 seqlen=4096 head_dim=64 mask=causal,sink,returns:max_logit"
 
 PROBLEMS = {
-    "sm_80": (CAUSAL_64, WINDOW_128, ODD, SCORES_128, BIAS_64, DROPOUT_128, SUMS_128),
+    "sm_80": (CAUSAL_64, WINDOW_128, ODD, SCORES_128, BIAS_64, DROPOUT_128, SUMS_128, WIDE_512, LONG_512, SINGLE_512),
     "sm_90": (
         *(CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64, DOCUMENTS_128, DENSE_64, SCORES_128, BIAS_64, DROPOUT_128),
-        *(SUMS_128, SUMS_64, LARGEST_64),
+        *(SUMS_128, SUMS_64, LARGEST_64, WIDE_512, LONG_512, TERMS_512, SINGLE_128, SINGLE_512),
     ),
-    "sm_100": (CAUSAL_64, WINDOW_128, SCORES_128, BIAS_64),
-    "sm_120": (CAUSAL_64, ODD, SCORES_128, BIAS_64),
-    "gfx942": (CAUSAL_64, WINDOW_128, DOCUMENTS_128, SCORES_128, BIAS_64, DROPOUT_128, SUMS_128),
+    "sm_100": (CAUSAL_64, WINDOW_128, SCORES_128, BIAS_64, WIDE_512),
+    "sm_120": (CAUSAL_64, ODD, SCORES_128, BIAS_64, WIDE_512, LONG_512, SINGLE_512),
+    "gfx942": (
+        *(CAUSAL_64, WINDOW_128, DOCUMENTS_128, SCORES_128, BIAS_64, DROPOUT_128),
+        *(SUMS_128, WIDE_512, LONG_512, SINGLE_512),
+    ),
 }
 
 # Bytes of spill that are known and accepted; every kernel that is not listed must have none.
@@ -73,6 +81,13 @@ SPILL = {
     ("gfx942", CAUSAL_64, "fwd"): 64,
     ("gfx942", CAUSAL_64, "dq"): 64,
     ("gfx942", WINDOW_128, "fwd"): 192,
+    ("sm_80", SINGLE_512, "fwd"): 23000,  # 512 columns of float32 queries in registers, three times over
+    ("sm_90", SINGLE_512, "fwd"): 21000,
+    ("sm_120", SINGLE_512, "fwd"): 4200,
+    ("sm_90", SINGLE_128, "fwd"): 1400,
+    ("sm_90", TERMS_512, "fwd"): 320,
+    ("sm_90", LONG_512, "dk"): 3400,  # addresses inside two resident tiles of 64 x 512
+    ("sm_90", LONG_512, "dq"): 1750,
     ("gfx942", WINDOW_128, "dkdv"): 640,
 }
 
@@ -124,6 +139,17 @@ LOOP = {
     (SUMS_128, "columns"): 340,
     (SUMS_64, "columns"): 850,
     (LARGEST_64, "fwd"): 490,
+    (WIDE_512, "fwd"): 610,
+    (WIDE_512, "weights"): 100,
+    (WIDE_512, "dv"): 90,
+    (WIDE_512, "dk"): 90,
+    (WIDE_512, "dq"): 90,
+    (LONG_512, "dv"): 490,
+    (SINGLE_128, "fwd"): 1900,
+    (SINGLE_128, "weights"): 470,
+    (SINGLE_128, "dv"): 520,
+    (SINGLE_128, "dk"): 520,
+    (SINGLE_128, "dq"): 510,
 }
 
 
@@ -157,7 +183,8 @@ def faults(report: dict) -> list[str]:
             found.append(f"loop {report['loop']} > {loop} (or not found)")
     if kernel != "delta" and not report["matrix_instructions"]:
         found.append("no matrix instruction")
-    if arch == "sm_90" and kernel != "delta" and not report["bulk_loads"]:
+    by_pointers = kernel == "dq" and problem == LONG_512  # a tile that is read in two widths
+    if arch == "sm_90" and kernel != "delta" and not by_pointers and not report["bulk_loads"]:
         found.append("no bulk copy")
     return found
 

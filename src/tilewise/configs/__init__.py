@@ -36,12 +36,17 @@ KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stre
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and launch parameters of one kernel. ``block_m`` counts queries, ``block_n`` keys."""
+    """Tile sizes and launch parameters of one kernel. ``block_m`` counts queries, ``block_n`` keys.
+
+    ``split`` programs share the columns of what the kernel makes of one tile (o, dq, dk or dv), each with scores of its own: the
+    accumulator of a wide head is too large for the registers of one.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    split: int = 1
 
 
 def padded(size: int) -> int:
@@ -62,12 +67,17 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     loads go through registers, which keeps one stage fewer; float32 operands are laid out a second time for their three products.
     """
     p, arch = problem, problem.arch
-    both = (padded(p.head_dim) + padded(p.head_dim_v)) * p.itemsize
-    first = padded(p.head_dim) * p.itemsize
+    first, second = padded(p.head_dim) * p.itemsize, padded(p.head_dim_v) * p.itemsize
+    both = first + second
+    # Where the columns of the result are split, the streamed tile is read in part, besides in whole if the scores need it so.
+    read = {"fwd": first + second // config.split, "dv": first + second // config.split}.get(pass_, both)
+    if config.split > 1 and pass_ in ("dk", "dq"):
+        # Without stages one after another passes through the same memory.
+        read = max(first, second) if config.num_stages == 1 else both + first // config.split
     keys_resident = pass_ in KEYS_RESIDENT
     rows, streamed_rows = (config.block_n, config.block_m) if keys_resident else (config.block_m, config.block_n)
     resident = rows * (first if pass_ in ("fwd", "dv") else both)
-    streamed = streamed_rows * (both + (8 if keys_resident else 0))  # with lse and delta
+    streamed = streamed_rows * (read + (8 if keys_resident else 0))  # with lse and delta
     if pass_ == "jvp":  # every tile may have a tangent beside it
         resident, streamed = rows * first * 2, streamed_rows * both * 2
     if pass_ == "dbias":
@@ -82,11 +92,20 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     single = p.itemsize > 2
     if arch.kind == "hip":
         return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
-    if p.bulk and arch.bulk_copy:
-        return resident + stages * streamed + (2 * scores if single else 1024)
+    if by_descriptor(p, pass_, config) and arch.bulk_copy:
+        return resident + stages * streamed + ((1 if pass_ == "fwd" else 2) * scores if single else 1024)
     if single:
         return 2 * resident + (stages + (1 if arch.bulk_copy else 0)) * streamed + 2 * scores
     return resident + stages * streamed + scores
+
+
+def by_descriptor(problem: Problem, pass_: str, config: Config) -> bool:
+    """Do tiles travel by descriptor? Not those that a pass reads twice in two widths: a descriptor has one."""
+    p = problem
+    if not p.bulk or not (p.arch.bulk_copy or p.arch.kind == "cpu") or (config.split > 1 and pass_ not in ("fwd", "dv")):
+        return False
+    # Its products are those of single warps: a wide resident tile that came by descriptor is held in registers, where it spills.
+    return not (p.arch.name == "sm_120" and max(p.head_dim, p.head_dim_v) > 256)
 
 
 def splits_dkdv(problem: Problem) -> bool:
@@ -98,7 +117,7 @@ def splits_dkdv(problem: Problem) -> bool:
     return wide > (64 if problem.itemsize > 2 else 128)
 
 
-def _misadded(problem: Problem) -> bool:
+def misadded(problem: Problem, by_pointers: bool) -> bool:
     """Would an old compiler get a product of warpgroups wrong?
 
     The ptxas 12.8 in the wheels of Triton 3.6 and 3.7 miscompiles the sum that makes the second and later shared-memory descriptors
@@ -106,7 +125,7 @@ def _misadded(problem: Problem) -> bool:
     3, 4, 8, 12 and 17. ptxas 12.9, in the wheel of Triton 3.8, gets all of them right.
     """
     p, version = problem, problem.runtime.triton
-    if p.arch.name != "sm_90" or version is None or version >= (3, 8) or p.bulk:
+    if p.arch.name != "sm_90" or version is None or version >= (3, 8) or not by_pointers:
         return False
     return padded(p.head_dim) != p.head_dim or padded(p.head_dim_v) != p.head_dim_v
 
@@ -117,10 +136,13 @@ def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
     for name, size in (("block_m", config.block_m), ("block_n", config.block_n)):
         if size < 16 or size & (size - 1):
             return f"{name} is {size}, expected a power of two of at least 16"
+    parts = 1 if pass_ in ("dkdv", "dbias") else padded(problem.head_dim_v if pass_ in ("fwd", "dv") else problem.head_dim) // 16
+    if config.split < 1 or config.split & (config.split - 1) or config.split > parts:
+        return f"split is {config.split}, expected a power of two of at most {parts}"
     if pass_ not in KEYS_RESIDENT and has_upper and config.block_m < config.block_n:
         return f"block_m {config.block_m} < block_n {config.block_n} under a causal bound: the diagonal tile would spill over"
     rows = config.block_n if pass_ in KEYS_RESIDENT else config.block_m
-    if rows >= 64 and _misadded(problem):
+    if rows >= 64 and misadded(problem, not by_descriptor(problem, pass_, config)):
         return f"Triton {problem.runtime.triton} gets products of {rows} rows wrong for columns that no power of two counts"
     limit = problem.arch.shared_memory
     need = shared_memory(problem, pass_, config)
@@ -133,15 +155,19 @@ def default_config(problem: Problem, pass_: str) -> Config:
     """A sound config for any legal problem: the first of a list, best guess first, that is legal."""
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.arch.kind == "cpu":  # the interpreter: small enough for tests to cross several tiles, large enough to be quick
-        return Config(32, 64, 4, 1) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1)
+        split = 2 if wide > 256 and pass_ != "dbias" else 1
+        return Config(32, 64, 4, 1, split) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1, split)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
-    if problem.arch.kind == "hip":
+    if wide > 256:
+        ladder = _wide_ladder(problem, pass_)
+    elif problem.arch.kind == "hip":
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
-        ladder = [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+        first = [(128, 64, 8, 2), (128, 32, 8, 2)] if pass_ == "fwd" and wide == 128 else []
+        ladder = [*first, (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif pass_ == "jvp":  # two accumulators and two tiles of scores: few columns of keys where the rest takes registers
         crowded = wide > 128 or "bias" in problem.spec.steps or (wide == 128 and bool(problem.spec.steps))
         ladder = [(128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1)]
@@ -153,13 +179,26 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:
         ladder = [(64, 64, warps, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
-    for block_m, block_n, num_warps, num_stages in ladder:
-        if pass_ in KEYS_RESIDENT:
-            block_m, block_n = block_n, block_m
-        config = Config(block_m, block_n, num_warps, num_stages)
+    for resident, streamed, *rest in ladder:
+        config = Config(streamed, resident, *rest) if pass_ in KEYS_RESIDENT else Config(resident, streamed, *rest)
         if illegal(problem, pass_, config) is None:
             return config
-    return Config(16, 16, 4, 1)
+    return Config(16, 16, 4, 1, 4 if wide > 256 and pass_ != "dbias" else 1)
+
+
+def _wide_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:
+    """Configs beyond 256 columns, ``(resident, streamed, num_warps, num_stages, split)``, best guess first."""
+    if problem.itemsize > 2:
+        return [(32, 16, 4, 1, 4), (16, 16, 4, 1, 4)] if pass_ != "dbias" else [(16, 16, 4, 1)]
+    if pass_ == "dbias":
+        return [(64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+    if problem.arch.kind == "hip":
+        return [*([(64, 16, 4, 1, 2)] if pass_ == "fwd" else []), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
+    if pass_ in ("fwd", "dv"):
+        first = (64, 32, 4, 3, 2) if pass_ == "fwd" else (128, 32, 8, 2, 2)
+        return [first, (64, 32, 8, 1, 2), (64, 16, 4, 2, 4), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
+    first = (64, 32, 8, 1) if pass_ == "dk" and by_descriptor(problem, pass_, Config(32, 64, 8, 1)) else (64, 32, 4, 1, 2)
+    return [first, (32, 32, 4, 1, 2), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]
 
 
 @functools.lru_cache(maxsize=64)

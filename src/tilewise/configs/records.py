@@ -99,7 +99,7 @@ def _values() -> dict[str, dict[str, tuple[Any, ...]]]:
         "triton": {
             "pass": PASSES,
             "itemsize": (2, 4),
-            "head_dim": (16, 32, 64, 128, 256),
+            "head_dim": (16, 32, 64, 128, 256, 512),
             "bounded": (False, True),
             "length": tuple(LENGTHS),
         },
@@ -120,7 +120,7 @@ def encode(config: Any) -> Any:
     from . import Config
 
     if isinstance(config, Config):
-        return list(dataclasses.astuple(config))
+        return [*dataclasses.astuple(config)[:4], *([config.split] if config.split != 1 else [])]
     words = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {n: encode(v) if dataclasses.is_dataclass(v) else v for n, v in words.items() if v is not None}
 
@@ -149,8 +149,9 @@ def _decode(backend: str, pass_: str, value: Any) -> Any:
     from .hopper_backward import BackwardConfig, KeptConfig, KeysConfig, QueriesConfig
 
     if backend == "triton":
-        if not isinstance(value, list) or len(value) != 4 or any(type(x) is not int or x < 1 for x in value):
-            raise ValueError(f"config is {value!r}, expected [block_m, block_n, num_warps, num_stages], ints of at least 1")
+        if not isinstance(value, list) or len(value) not in (4, 5) or any(type(x) is not int or x < 1 for x in value):
+            words = "block_m, block_n, num_warps, num_stages(, split)"
+            raise ValueError(f"config is {value!r}, expected [{words}], ints of at least 1")
         return Config(*value)
     if pass_ == "fwd":
         return _made(HopperConfig, value, "config")

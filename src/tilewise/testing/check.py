@@ -28,7 +28,7 @@ __all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256)
+HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256, 320, 384, 512)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
 REFUSED = "the capability table refuses it"
 _PASS = {

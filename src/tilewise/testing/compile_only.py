@@ -24,6 +24,7 @@ import torch
 
 from ..arch import ARCHS
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
+from ..configs.wide import Walk, WideConfig, config_of, units_kept
 from ..errors import BackendBroken
 from ..plan import BlockTable, Masked, MaskTensors
 from ..problem import GRADIENTS, Problem, Tangents
@@ -39,7 +40,7 @@ class Report:
 
     arch: str
     kernel: str
-    config: Config
+    config: Config | Walk
     shared: int
     registers: int | None
     spill: int | None
@@ -156,6 +157,8 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if problem.jvp:
         launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
+    if units_kept(problem):
+        return {name: launches[name] for name in launches if name != "dq"} | wide_launches_of(problem, config_of(problem))
     if splits_dkdv(problem):
         return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
     return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}
@@ -177,8 +180,29 @@ def _launch_jvp(
     return config, launch_jvp(problem, config, q, k, v, o, lse, o, lse, tangents, mask, tensors, kept)
 
 
+def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
+    """The launches of a backward pass that keeps its weights."""
+    from ..backends.triton import wide_launch
+
+    p, tile = problem, config.weights
+    t, tensors = _tensors(p), _operands(p)
+    sides = [_masked(p, tensors, name, tile) for name in ("dq", "dk")]
+    shape = (1, units_kept(p) * p.group, *(-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n))))
+    kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=t["q"].dtype)
+    given = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"], kept, kept)
+    columns = wide_launch.launch_columns
+    return {
+        "weights": (tile, wide_launch.launch_weights(p, config, 0, *given, sides[0], tensors)),
+        "dv": (config.keys, columns(p, config, config.keys, 0, kept, t["do"], t["dv"], 1.0, True, sides[1])),
+        "dk": (config.keys, columns(p, config, config.keys, 0, kept, t["q"], t["dk"], p.sm_scale, True, sides[1])),
+        "dq": (config.queries, columns(p, config, config.queries, 0, kept, t["k"], t["dq"], p.sm_scale, False, sides[0])),
+    }
+
+
 def compile_problem(
-    problem: Problem, passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", *PASSES), configs: dict[str, Config] | None = None
+    problem: Problem,
+    passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", "weights", *PASSES),
+    configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
     reports = []
@@ -195,7 +219,7 @@ def _tool(name: str) -> str:
     return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
 
 
-def _report(arch: str, kernel: str, config: Config, compiled: Any) -> Report:
+def _report(arch: str, kernel: str, config: Config | Walk, compiled: Any) -> Report:
     shared = compiled.metadata.shared
     if ARCHS[arch].kind == "hip":
         text = compiled.asm["amdgcn"]

@@ -14,6 +14,7 @@ import torch
 
 from .. import configs
 from ..spec import Spec, causal, full
+from ..terms import alibi, bias, dense, segments, sink
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
@@ -74,6 +75,34 @@ def _whole(name: str, shape: tuple[int, int, int, int, int], spec: Spec) -> Call
         return [] if call is None else _corners(name, call, evaluate(call, backend))
 
     return run
+
+
+def _with_terms(
+    name: str, shape: tuple[int, int, int, int, int], terms: Callable[[Call], Spec]
+) -> Callable[[str, Device], list[Result]]:
+    """A causal call with terms whose tensors have a batch and a head dim, so that corners of their gradients can be cut out."""
+
+    def run(backend: str, device: Device) -> list[Result]:
+        call = _call(shape, device, causal())
+        call = fit(call.replace(spec=causal() & terms(call)), backend)
+        return [] if call is None else _corners(name, call, evaluate(call, backend))
+
+    return run
+
+
+def _by_head(call: Call) -> Spec:
+    batch, heads = call.q.shape[:2]
+    slopes, logits = (_drawn((batch, heads), call.q.device, seed, torch.float32) for seed in (4, 5))
+    ids = (torch.arange(call.q.shape[2], device=call.q.device) // 3).to(torch.int32)[None].expand(batch, -1)
+    return alibi(slopes.abs()) & sink(logits) & segments(ids, ids)
+
+
+def _by_pair(call: Call) -> Spec:
+    """A bias and a dense mask of more than 2^31 elements each, if all scores are."""
+    size = (1, call.q.shape[1], call.q.shape[2], call.k.shape[2])
+    seen = torch.empty(size, dtype=torch.bool, device=call.q.device)
+    generator = torch.Generator(call.q.device).manual_seed(5)
+    return bias(_drawn(size, call.q.device, 4)) & dense(seen.bernoulli_(0.6, generator=generator))
 
 
 def _thin(call: Call) -> Call:
@@ -200,6 +229,9 @@ LARGE: tuple[Large, ...] = (
     Large("a second device", 1, _second_device),
     Large("case 21 batch 65,536", 6, _whole("case 21 batch 65,536", (65536, 8, 4, 4, 64), causal())),
     Large("case 21 65,536 heads", 2, _whole("case 21 65,536 heads", (1, 65536, 10, 10, 16), full())),
+    Large("terms, batch 65,536", 8, _with_terms("terms, batch 65,536", (65536, 8, 4, 4, 64), _by_head)),
+    Large("terms, 65,536 heads", 3, _with_terms("terms, 65,536 heads", (1, 65536, 10, 10, 16), _by_head)),
+    Large("bias, dbias and dense beyond 2^31", 60, _with_terms("dbias beyond 2^31", (1, 8, 16640, 16640, 16), _by_pair)),
     Large("case 21 4,194,241 rows", 6, _long_rows("case 21 4,194,241 rows", 64 * 65535 + 1, 16)),
     Large("case 19 do beyond 2^31", 32, _far_do("case 19 do beyond 2^31", 410_923, 16, 96, 9728, 225_304)),
     Large("case 20 q beyond 2^31", 40, _whole("case 20 q beyond 2^31", (400, 4, 10496, 128, 128), full())),

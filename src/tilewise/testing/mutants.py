@@ -31,11 +31,15 @@ from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
+from .mutant_wide import WIDE_MUTANTS
 from .tangents import JVP_ENTRIES
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
-MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS, *TANGENT_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS),
+    *(*DROP_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS),
+)
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
 

@@ -17,12 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
+from ...configs.wide import units_kept
 from ...keep import limit_of, scale_of
 from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
-from . import bwd, dbias, fwd
+from . import bwd, dbias, fwd, wide_launch
 from .table import make_table
 
 __all__ = [
@@ -53,14 +54,10 @@ def _plan(
     options: dict[str, Any],
 ) -> Plan:
     """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides."""
-    if not _bulk(problem):
+    if not options["BULK"]:
         return Plan(kernel, grid, (None,) * len(tiles), numbers, options)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
     return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *numbers), options, TensorDescriptor)
-
-
-def _bulk(problem: Problem) -> bool:
-    return problem.bulk and (problem.arch.bulk_copy or problem.arch.kind == "cpu")
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -71,18 +68,18 @@ def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """``(grid, scalar arguments, options)`` of a launch: all that does not depend on where the tensors lie.
 
     The scalars are those of the kernels from ``heads_q`` to ``lower``; the number of tiles and the scales follow in the launch.
     """
-    p = problem
+    p, keys_resident = problem, pass_ in configs.KEYS_RESIDENT
     upper, lower, has_upper, has_lower = p.bounds
     if keys_resident:
         tiles, heads, tail = triton.cdiv(p.seqlen_k, config.block_n), p.heads_kv, p.seqlen_q % config.block_m != 0
     else:
         tiles, heads, tail = triton.cdiv(p.seqlen_q, config.block_m), p.heads_q, p.seqlen_k % config.block_n != 0
-    grid, flat = _grid(tiles, heads, p.batch)
+    grid, flat = _grid(tiles * config.split, heads, p.batch)
     precision = p.precision
     if p.dtype == "float32" and precision == "ieee" and p.arch.kind == "cuda":
         precision = "tf32x3"  # three TF32 products: as accurate as IEEE ones, and several times faster
@@ -100,8 +97,9 @@ def _settings(problem: Problem, config: Config, keys_resident: bool) -> tuple[tu
         "BLOCK_N": config.block_n,
         "BLOCK_D": padded(p.head_dim),
         "BLOCK_DV": padded(p.head_dim_v),
+        "SPLIT": config.split,
         "PRECISION": precision,
-        "BULK": _bulk(p),
+        "BULK": configs.by_descriptor(p, pass_, config),
         "WIDEN": p.dtype == "bfloat16" and p.arch.kind == "cpu",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -132,11 +130,12 @@ def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool =
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
     """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
-    passes = ["fwd", *(["dq"] if "q" in problem.grad else [])]
-    if set(problem.grad) & set("kv"):
+    kept = wide_launch.geometries(problem) if set(problem.grad) & set("qkv") and units_kept(problem) else []
+    passes = ["fwd", *(["dq"] if "q" in problem.grad and not kept else [])]
+    if set(problem.grad) & set("kv") and not kept:
         passes += ["dv", "dk"] if configs.splits_dkdv(problem) else ["dkdv"]
     found = ((configs.lookup(problem, name), name in configs.KEYS_RESIDENT) for name in passes)
-    return [(config.block_m, config.block_n, transposed) for config, transposed in found]
+    return [*((config.block_m, config.block_n, transposed) for config, transposed in found), *kept]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,9 +177,11 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
     return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
-def _columns(problem: Problem, names: str) -> tuple[int, ...]:
-    """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do."""
-    return tuple(padded(problem.head_dim if name == "q" else problem.head_dim_v) for name in names)
+def _columns(problem: Problem, names: str, split: int = 1) -> tuple[int, ...]:
+    """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do, "p" for
+    those of them that are read and written in ``split`` parts."""
+    sizes = {"q": padded(problem.head_dim), "v": padded(problem.head_dim_v), "p": padded(problem.head_dim_v) // split}
+    return tuple(sizes[name] for name in names)
 
 
 def _fwd(
@@ -192,15 +193,17 @@ def _fwd(
     maxima: torch.Tensor | None = None,
 ) -> Plan:
     p = problem
-    grid, scalars, options = _settings(p, config, False)
+    grid, scalars, options = _settings(p, config, "fwd")
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
-    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
+    columns = _columns(p, "qqpp", config.split)
+    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
-        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m)),
+        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    options = {**options, **masked_options, **score_options, "NEGATIVE": p.sm_scale < 0}
+    own = {"NEGATIVE": p.sm_scale < 0, "BLOCK_DV": columns[-1]}
+    options = {**options, **masked_options, **score_options, **own}
     return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options)
 
 
@@ -225,14 +228,14 @@ def _dkdv(
     tensors: Tensors = NO_TENSORS,
 ) -> Plan:
     p = problem
-    grid, scalars, options = _settings(p, config, True)
+    grid, scalars, options = _settings(p, config, "dkdv" if need_dk and need_dv else "dk" if need_dk else "dv")
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
-    tiles = tuple(zip(rows, _columns(p, "qqvvqv"), strict=True))
+    tiles = tuple(zip(rows, _columns(p, "qqvpqp", config.split), strict=True))
     numbers = (
         *(*masked, score, _drop(p, tensors)),
-        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n) * config.split),
     )
     options = {**options, **masked_options, **score_options, "NEED_DK": need_dk, "NEED_DV": need_dv}
     return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options)
@@ -247,14 +250,14 @@ def _dq(
     dslopes: torch.Tensor | None = None,
 ) -> Plan:
     p = problem
-    grid, scalars, options = _settings(p, config, False)
+    grid, scalars, options = _settings(p, config, "dq")
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
     numbers = (
         *(*masked, score, dslopes, _drop(p, tensors)),
-        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
+        *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
     needs = {"NEED_DQ": need_dq, "DSLOPES": "" if dslopes is None else _place(p, "alibi")}
     return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs})
@@ -344,7 +347,7 @@ def launch_dbias(
     mask: MaskTensors | None = None,
 ) -> Launch:
     p = problem
-    _, scalars, options = _settings(p, config, False)
+    _, scalars, options = _settings(p, config, "dbias")
     score, score_options = _scores(p, tensors, config)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
     batch, heads, queries, keys = (n == 1 for n in grad.shape)
@@ -358,7 +361,7 @@ def launch_dbias(
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
     own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
-    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED")}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
     plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
     return plan.launch(q, k, v, do, grad, lse, delta)
 
@@ -408,6 +411,11 @@ def backward(
         _delta_plan(problem, dlse is not None).run(o, do, lse if dlse is None else dlse.contiguous(), lse, delta)
     together = [("dkdv", dk, dv)] if not configs.splits_dkdv(problem) else [("dv", None, dv), ("dk", dk, None)]
     together = [each for each in together if each[1] is not None or each[2] is not None]
+    if (together or dq is not None) and units_kept(problem):
+        with torch.cuda.device_of(q):
+            pivots = rows if problem.keeps_rows and rows is not None else lse
+            wide_launch.run(problem, (q, k, v, do, pivots, delta), dq, dk, dv, tensors)
+        together, dq = [], None
     if tensors is not NO_TENSORS:
         with torch.cuda.device_of(q):
             _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)

@@ -6,7 +6,8 @@ With ``p = exp2(s2 - lse2)`` recomputed under the same mask, and ``delta = sum_d
 
 ``_delta_kernel`` makes delta. ``_dkdv_kernel`` holds a tile of keys and streams the queries that see it (the plan transposed), all
 query heads of the group in a fixed order. ``_dq_kernel`` holds a tile of queries and streams keys, as the forward pass does. Scores
-are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory.
+are computed twice, which costs 7 products of a tile instead of 5; no gradient is ever added up in memory. With SPLIT
+above 1 that many programs share the columns of a tile of dq, dk or dv, each with scores of its own; ``wide.py`` has a better way.
 
 Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p of theirs an exact zero.
 """
@@ -19,6 +20,7 @@ from .parts import (
     LENGTHS,
     LOG2_E,
     allowed,
+    column_part,
     key_terms,
     listed,
     load_tile,
@@ -71,11 +73,11 @@ def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n, drop, of_batch,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n, drop, of_batch, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the query tiles ``first .. last`` (or at these places of a list) of one head past the resident key tile."""
@@ -104,14 +106,20 @@ def _dkdv_tiles(
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
-        do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+        if NEED_DK or SPLIT == 1:
+            do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
         signed_t = p_t
         if drop is not None:
             # The sign of a weight says until the end of the step whether it is dropped: a mask of its own would take registers.
             signed_t = tl.where(kept(of_batch, head, start_m, start_n, BLOCK_M, p_t.shape[0], True), p_t, -p_t)
             p_t = tl.where(signed_t < 0.0, 0.0, signed_t)
         if NEED_DV:
-            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
+            if SPLIT == 1:
+                do_part = do_tile
+            else:
+                cols_v: tl.constexpr = BLOCK_DV // SPLIT
+                do_part = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, cols_v, BULK, WIDEN, col)
+            dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_part, dv, input_precision=PRECISION)
         if NEED_DK:
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             if drop is not None:
@@ -121,7 +129,12 @@ def _dkdv_tiles(
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
                 ds_t *= slope
-            dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_tile, dk, input_precision=PRECISION)
+            if SPLIT == 1:
+                q_part = q_tile
+            else:
+                cols: tl.constexpr = BLOCK_D // SPLIT
+                q_part = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, cols, BULK, WIDEN, col)
+            dk = tl.dot(operand(ds_t, DTYPE, WIDEN), q_part, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -132,18 +145,19 @@ def _dkdv_kernel(
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
-    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Grid: key tiles x key heads x batch."""
     n_block, head_kv, batch = schedule(n_blocks, heads_kv, REVERSED, FLAT)
+    n_block, col = column_part(n_block, SPLIT, (BLOCK_D if NEED_DK else BLOCK_DV) // SPLIT)
     start_n = n_block * BLOCK_N
     kv_pos = start_n + tl.arange(0, BLOCK_N)
     k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
     v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_D // SPLIT], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV // SPLIT], tl.float32)
 
     # The plan transposed: key rows, query columns. kv <= q + upper bounds the queries from below, so the bounds swap roles.
     row_end = min(start_n + BLOCK_N, seqlen_k)
@@ -166,40 +180,42 @@ def _dkdv_kernel(
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
-                drop, of_batch, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+                drop, of_batch, col, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
-            drop, of_batch, STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            drop, of_batch, col, STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
-                drop, of_batch, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
-                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+                drop, of_batch, col, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
         dk = dk * sm_scale
-        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        cols: tl.constexpr = BLOCK_D // SPLIT
+        store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, cols, BULK, WIDEN, col)
     if NEED_DV:
         if drop is not None:
             dv *= drop[4]
-        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+        cols_v: tl.constexpr = BLOCK_DV // SPLIT
+        store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, cols_v, BULK, WIDEN, col)
 
 
 @triton.jit
 def _dq_tiles(
     dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
@@ -235,7 +251,12 @@ def _dq_tiles(
         if len(STEPS) > 0:
             ds *= slope
         if NEED_DQ:
-            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_tile, dq, input_precision=PRECISION)
+            if SPLIT == 1:
+                k_part = k_tile
+            else:
+                cols: tl.constexpr = BLOCK_D // SPLIT
+                k_part = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, cols, BULK, WIDEN, col)
+            dq = tl.dot(operand(ds, DTYPE, WIDEN), k_part, dq, input_precision=PRECISION)
     return dq, dslope
 
 
@@ -246,12 +267,13 @@ def _dq_kernel(
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
-    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, and what its rows add to the gradient of a slope. Grid: query tiles x query heads x batch."""
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
+    m_block, col = column_part(m_block, SPLIT, BLOCK_D // SPLIT)
     head_kv = head // group
     start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -262,7 +284,7 @@ def _dq_kernel(
     lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
     dslope = tl.zeros([BLOCK_M], tl.float32)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D // SPLIT], tl.float32)
 
     row_end = min(start_m + BLOCK_M, seqlen_q)
     lo, free_lo, free_hi, hi = tile_range(
@@ -280,24 +302,24 @@ def _dq_kernel(
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
-            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq, dslope = _dq_tiles(
         dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
         seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-        score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
-        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
+        HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
-            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     if DSLOPES != "":
         tl.store(dslopes_ptr + head_rows + offs_m, dslope, mask=offs_m < seqlen_q)
     if NEED_DQ:
         dq = dq * sm_scale
-        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+        store_tile(dq_out, dq_strides, batch, head, start_m, seqlen_q, dq, HEAD_DIM, BLOCK_M, BLOCK_D // SPLIT, BULK, WIDEN, col)

@@ -7,6 +7,7 @@ as +inf.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -113,14 +114,14 @@ def _column_kernel(
 
 def _columns(problem: Problem, config: configs.Config, mask: Masked | None = None, tensors: Tensors = NO_TENSORS) -> Plan:
     p = problem
-    _, scalars, options = _settings(p, config, True)
+    _, scalars, options = _settings(p, dataclasses.replace(config, split=1), "dv")
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
     n_blocks, wide = triton.cdiv(p.seqlen_k, config.block_n), options["BLOCK_D"]
     grid, flat = _grid(n_blocks, p.heads_q, p.batch)
     heads_q, _, *others = scalars
     numbers = (*masked, score, heads_q, *others, p.sm_scale * _steps(p)[0], n_blocks)
-    shared = {name: value for name, value in options.items() if name not in ("HEAD_DIM_V", "BLOCK_DV")}
+    shared = {name: value for name, value in options.items() if name not in ("HEAD_DIM_V", "BLOCK_DV", "SPLIT")}
     return _plan(
         p, _column_kernel, grid, ((config.block_m, wide), (config.block_n, wide)), numbers,
         {**shared, **masked_options, **score_options, "FLAT": flat},

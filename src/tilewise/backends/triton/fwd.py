@@ -1,6 +1,7 @@
 """Forward: ``o = softmax(sm_scale q k^T) v`` and ``lse``, one program for each tile of queries of one head.
 
-Grid: query tiles x heads x batch (``parts.schedule``). Q is loaded once and kept; K and V stream past it.
+Grid: query tiles x heads x batch (``parts.schedule``). Q is loaded once and kept; K and V stream past it. With SPLIT above 1 that
+many programs share the columns of one tile of o, each with scores of its own (``parts.column_part``).
 
 Invariant after every key tile: ``m_i`` is the maximum of the scores visited so far (base two), ``l_i = sum exp2(s2 - m_i)`` and
 ``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.
@@ -18,6 +19,7 @@ from .parts import (
     LENGTHS,
     LN_2,
     allowed,
+    column_part,
     key_terms,
     listed,
     load_tile,
@@ -35,7 +37,7 @@ from .scores import add_sink, natural_step, scored
 @triton.jit
 def _fwd_tiles(
     acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -72,7 +74,7 @@ def _fwd_tiles(
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
         # [BLOCK_N, BLOCK_DV]
-        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
+        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, col)
         acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
     return acc, l_i, m_i
 
@@ -84,12 +86,13 @@ def _fwd_kernel(
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
-    REVERSED: tl.constexpr, FLAT: tl.constexpr,
+    REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
+    m_block, col = column_part(m_block, SPLIT, BLOCK_DV)
     head_kv = head // group
     start_m = m_block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -120,20 +123,20 @@ def _fwd_kernel(
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
         upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-        drop, of_batch, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
@@ -156,4 +159,4 @@ def _fwd_kernel(
             tl.store(rows_ptr + (head_rows + offs_m) * 2, m_i, mask=offs_m < seqlen_q)
             tl.store(rows_ptr + (head_rows + offs_m) * 2 + 1, log_l, mask=offs_m < seqlen_q)
     tl.store(lse_ptr + head_rows + offs_m, lse, mask=offs_m < seqlen_q)
-    store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+    store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN, col)

@@ -62,16 +62,26 @@ def schedule(tiles, heads, REVERSED: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
+def column_part(tile, SPLIT: tl.constexpr, COLS: tl.constexpr):
+    """Which ``(tile, first column)`` a program works on where SPLIT programs share the columns of what a tile makes, COLS each."""
+    if SPLIT == 1:
+        return tile, 0
+    else:
+        return tile // SPLIT, tile % SPLIT * COLS
+
+
+@triton.jit
 def load_tile(
     src, strides, batch, head, row, row_end,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr, col=0,
 ):  # fmt: skip
-    """Rows ``row .. row + ROWS`` of one head as a tile [ROWS, COLS]; zero at rows from ``row_end`` on and columns from SIZE on."""
+    """Rows ``row .. row + ROWS`` and columns ``col .. col + COLS`` of one head as a tile [ROWS, COLS]; zero at rows from
+    ``row_end`` on and columns from SIZE on."""
     if BULK:
-        tile = src.load([batch, head, row, 0]).reshape([ROWS, COLS])
+        tile = src.load([batch, head, row, col]).reshape([ROWS, COLS])
     else:
         offs_m = row + tl.arange(0, ROWS)
-        offs_d = tl.arange(0, COLS)
+        offs_d = col + tl.arange(0, COLS)
         ptrs = src + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         ptrs = ptrs + offs_m.to(tl.int64)[:, None] * strides[2] + offs_d[None, :] * strides[3]
         inside = offs_m[:, None] < row_end
@@ -86,16 +96,16 @@ def load_tile(
 @triton.jit
 def store_tile(
     dst, strides, batch, head, row, row_end, tile,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr, col=0,
 ):  # fmt: skip
     """The reverse of ``load_tile``; rounds the float32 tile to the tensor's dtype."""
     if WIDEN:
         tile = round_bf16(tile)
     if BULK:
-        dst.store([batch, head, row, 0], tile.to(dst.dtype).reshape([1, 1, ROWS, COLS]))
+        dst.store([batch, head, row, col], tile.to(dst.dtype).reshape([1, 1, ROWS, COLS]))
     else:
         offs_m = row + tl.arange(0, ROWS)
-        offs_d = tl.arange(0, COLS)
+        offs_d = col + tl.arange(0, COLS)
         ptrs = dst + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         ptrs = ptrs + offs_m.to(tl.int64)[:, None] * strides[2] + offs_d[None, :] * strides[3]
         inside = offs_m[:, None] < row_end

@@ -9,6 +9,7 @@ from typing import Any
 from ... import configs
 from ...configs import Config, hopper, hopper_backward, splits_dkdv
 from ...configs.hopper_backward import BackwardConfig
+from ...configs.wide import NARROW, units_kept
 from ...problem import Problem
 
 __all__ = ["NAMES", "SPACE", "Candidate", "candidates", "flop", "kernels", "picked", "short"]
@@ -23,6 +24,8 @@ SPACE = {
 }
 # Also for float32 inputs, whose operands take more room.
 WIDE_SPACE = [(m, n, w, s) for m in (16, 32, 64) for n in (16, 32) for w in (4, 8) for s in (1, 2)]
+# Beyond 256 columns, with the columns of the result shared by as many programs.
+SPLIT_SPACE = [(m, n, w, s, c) for m in (32, 64, 128) for n in (16, 32, 64) for w in (4, 8) for s in (1, 2) for c in (1, 2, 4)]
 NAMES = {"fwd": "forward", "dkdv": "dk and dv", "dk": "dk", "dv": "dv", "dq": "dq", "bwd": "backward"}
 
 
@@ -41,7 +44,8 @@ def kernels(problem: Problem, backend: str, passes: tuple[str, ...]) -> list[str
         if backend == "hopper":
             out.append("bwd")
         else:
-            out += [*(["dk", "dv"] if splits_dkdv(problem) else ["dkdv"]), "dq"]
+            kept = units_kept(problem) > 0  # by kernels of their own, which have no configs
+            out += [] if kept else [*(["dk", "dv"] if splits_dkdv(problem) else ["dkdv"]), "dq"]
     return out
 
 
@@ -61,7 +65,11 @@ def picked(problem: Problem, backend: str, kernel: str) -> tuple[Any, str]:
 def _every(problem: Problem, backend: str, kernel: str) -> list[Any]:
     p = problem
     if backend == "triton":
-        return [Config(*row) for row in dict.fromkeys(SPACE[kernel] + (WIDE_SPACE if p.itemsize > 2 else []))]
+        rows = SPACE[kernel] + (WIDE_SPACE if p.itemsize > 2 else [])
+        if max(p.head_dim, p.head_dim_v) > NARROW:
+            turned = kernel in configs.KEYS_RESIDENT
+            rows = rows + [(n, m, *rest) if turned else (m, n, *rest) for m, n, *rest in SPLIT_SPACE]
+        return [Config(*row) for row in dict.fromkeys(rows)]
     if kernel == "fwd":
         return list(hopper.CHOICES[p.head_dim, p.head_dim_v])
     dkdv = hopper_backward.DKDV[p.head_dim]
@@ -89,7 +97,8 @@ def candidates(problem: Problem, backend: str, kernel: str) -> list[Candidate]:
 def short(config: Any) -> str:
     """A config in few letters."""
     if isinstance(config, Config):
-        return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+        parts = f" split {config.split}" if config.split > 1 else ""
+        return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}{parts}"
     if isinstance(config, BackwardConfig):
         parts = (("", config.keys), (" dq ", config.queries), (" kept ", config.kept))
         return "".join(name + short(part) for name, part in parts if part is not None)

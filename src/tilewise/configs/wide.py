@@ -1,0 +1,79 @@
+"""Whether the weights of a backward pass are kept in memory, for how many heads at a time, and the tiles.
+
+They are where the gradients of a tile fill the registers: beyond 256 columns, and beyond 64 for float32 inputs on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem import Problem
+from . import Config, misadded
+
+__all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
+
+# What of a spec these kernels know of; with anything else weights are not kept.
+_KNOWN = frozenset(("softcap", "alibi", "bias", "sink", "segment", "row", "dense"))
+_FLOOR = 2**28  # bytes on a GPU that are never too many: one head of 8,192 by 8,192 in half precision
+NARROW = 256  # columns up to which the other kernels are the better ones for half precision
+# How many copies of dq in float32 may be kept, by bytes an element: enough for a wave of programs at 4,096 keys.
+_COPIES = {2: 4, 4: 8}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A kernel that holds a tile and streams ``step`` rows of the other side at a time, for ``columns`` columns of its result."""
+
+    step: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """``weights``: the tiles of what is kept; ``chunk`` columns of q, k, v and do stream past one of them at a time."""
+
+    weights: Config
+    chunk: int
+    keys: Walk
+    queries: Walk
+
+
+_BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256, 8, 4))
+_POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
+_SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
+_SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
+_INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1))
+
+
+def config_of(problem: Problem) -> WideConfig:
+    """The tiles of a problem. Where loads go through registers, or operands are made three of one, they are smaller."""
+    if problem.arch.kind == "cpu":
+        return _INTERPRETED
+    if problem.itemsize > 2:
+        return _SINGLE_SM_90 if problem.arch.name == "sm_90" and problem.bulk else _SINGLE
+    return _BULK if problem.bulk and problem.arch.bulk_copy and problem.arch.name != "sm_120" else _POINTERS
+
+
+def units_kept(problem: Problem) -> int:
+    """Of how many heads of keys (of all batches) weights are kept at a time; 0: they are not kept.
+
+    They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB: all heads at once up to
+    2,048 keys at 512 columns, a part of them beyond, and none where not even one fits.
+    """
+    p = problem
+    if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
+        return 0
+    if p.dtype == "float16" and p.arch.kind == "cpu":
+        return 0  # so that the interpreter runs the other kernels as well
+    if max(p.head_dim, p.head_dim_v) <= (NARROW if p.itemsize == 2 or p.arch.kind == "cpu" else NARROW // 4):
+        return 0
+    config = config_of(p).weights
+    rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
+    room = _COPIES[p.itemsize] * 4 * p.batch * p.heads_q * rows * p.head_dim
+    if p.arch.kind != "cpu":
+        room = max(room, _FLOOR)
+    # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
+    least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
+    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * p.itemsize)))

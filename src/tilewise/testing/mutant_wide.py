@@ -1,0 +1,85 @@
+"""The faults of wide heads, as values (see ``mutant_list``)."""
+
+from __future__ import annotations
+
+from .mutant_list import FWD, PARTS, Mutant
+
+__all__ = ["WIDE_MUTANTS"]
+
+WIDE = "backends/triton/wide.py"
+
+WIDE_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "split_first_part_twice",
+        "every program that shares columns makes the first of them",
+        PARTS,
+        "return tile // SPLIT, tile % SPLIT * COLS",
+        "return tile // SPLIT, 0",
+        ("wide_512",),
+    ),
+    Mutant(
+        "split_v_whole",
+        "the columns of v are always the first",
+        FWD,
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN, col)",
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN)",
+        ("wide_512",),
+    ),
+    Mutant(
+        "wide_rows_end_early",
+        "weights are not written for tiles that only rows past the end see, but read there",
+        WIDE,
+        "first_row + BLOCK_M, seqlen_k",
+        "min(first_row + BLOCK_M, q_start + seqlen_q), seqlen_k",
+        ("wide_unseen_keys",),
+    ),
+    Mutant(
+        "wide_first_head_for_all",
+        "the heads that come later are those that came first",
+        WIDE,
+        "unit = first + local // group",
+        "unit = local // group",
+        ("wide_heads_apart",),
+    ),
+    Mutant(
+        "wide_group_of_one",
+        "dk and dv of a group are those of its last head",
+        WIDE,
+        "acc = tl.dot(tl.trans(tile), row_tile, acc, input_precision=PRECISION)",
+        "acc = tl.dot(tl.trans(tile), row_tile, acc if step > lo * steps else acc * 0.0, input_precision=PRECISION)",
+        ("wide_heads_apart", "wide_512"),
+    ),
+    Mutant(
+        "wide_dp_is_lost",
+        "ds without the gradient of the weights",
+        WIDE,
+        "ds = p * (dp - delta[:, None])",
+        "ds = p * (0.0 * dp - delta[:, None])",
+        ("wide_512",),
+    ),
+    Mutant(
+        "wide_softcap_slope",
+        "the softcap's derivative is left out where weights are kept",
+        WIDE,
+        "            ds *= slope\n",
+        "            ds = ds\n",
+        ("wide_terms",),
+    ),
+    Mutant(
+        "wide_mask_lost",
+        "tensors of the mask are not asked where weights are kept",
+        WIDE,
+        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)",
+        "ok = ok",
+        ("wide_terms",),
+    ),
+    Mutant(
+        "wide_scale_lost",
+        "dk and dq without the scale",
+        WIDE,
+        "acc * scale",
+        "acc",
+        ("wide_512",),
+        count=2,
+    ),
+)
