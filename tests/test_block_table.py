@@ -138,7 +138,7 @@ def test_lists_hold_the_kinds(name):
 
 @pytest.mark.parametrize("name", ["documents", "unsorted ids", "ids for all batches", "rows", "rows for all", "key padding"])
 def test_the_kernel_makes_the_same_table(name):
-    from tilewise.backends.triton.table import make_table
+    from tilewise.backends.tables import make_table
 
     n, m = 90, 70  # more columns than are judged at once, either way
     mask = masks(n, m)[name]

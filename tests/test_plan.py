@@ -62,7 +62,7 @@ def test_a_plan_is_used(backend, monkeypatch):
     def never(*args):
         raise RuntimeError("a table is made")
 
-    for name in ("tilewise.plan", "tilewise.backends.tile_mask", "tilewise.backends.triton.table"):
+    for name in ("tilewise.plan", "tilewise.backends.tile_mask", "tilewise.backends.tables"):
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "launch_table" if hasattr(module, "launch_table") else "tile_kinds", never)
     tw.attention(q, k, v, spec=planned, backend=backend).sum().backward()

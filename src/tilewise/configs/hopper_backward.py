@@ -97,7 +97,8 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
     ),
     256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
 }
-
+# Of DQ, where a softcap or a list of tiles needs registers of its own: one with small tiles.
+SMALL_TILES = {64: 0, 128: 2, 256: 1}
 
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
@@ -162,7 +163,9 @@ def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
 
 
 def _own(problem: Problem) -> records.Found | None:
-    """The user's record for this problem, where it is legal."""
+    """The user's record for this problem, where it is legal. Records are of calls whose specs have bounds only."""
+    if problem.spec.terms:
+        return None
     own = records.find(problem, "hopper", "bwd")
     return own if own is not None and illegal_backward(problem, own.config) is None else None
 
@@ -175,8 +178,9 @@ def lookup_dkdv(problem: Problem) -> KeysConfig:
 
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
-    own = _own(problem)
-    return (own and own.config.queries) or DQ[problem.head_dim][0]
+    own, p = _own(problem), problem
+    small = p.spec.softcap is not None or p.spec.segment or p.spec.row
+    return (own and own.config.queries) or DQ[p.head_dim][SMALL_TILES[p.head_dim] if small else 0]
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
@@ -205,10 +209,10 @@ def _keeps(problem: Problem) -> bool:
 def heads_kept(problem: Problem) -> int:
     """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
 
-    Never with a lower bound: a band would fill little of its memory.
+    Never with a lower bound, or with a list of tiles: a band would fill little of its memory.
     """
     p = problem
-    if not _keeps(p):
+    if not _keeps(p) or p.spec.segment or p.spec.row:
         return 0
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize

@@ -21,8 +21,8 @@ from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
+from ..tables import make_table
 from . import bwd, dbias, fwd
-from .table import make_table
 
 __all__ = [
     "Launch",

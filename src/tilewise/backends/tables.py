@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 import triton
 import triton.language as tl
 
-from ...plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
-from ...problem import Problem
-from ..launching import Launch, broadcast_strides
-from .parts import LENGTHS, bound_tile, row_tile, segment_tile
+from .. import bodies
+from ..plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
+from ..problem import Problem
+from .launching import Launch, broadcast_strides
 
 __all__ = ["launch_table", "make_table"]
 
+
+def _shared(body):
+    """A shared body as a Triton function. Triton wants to see its own language among the globals of what it compiles."""
+    here = types.FunctionType(body.__code__, globals(), body.__name__)
+    here.__annotations__ = body.__annotations__
+    return triton.jit(here)
+
+
+bound_tile = _shared(bodies.bound_tile)
+row_tile = _shared(bodies.row_tile)
+segment_tile = _shared(bodies.segment_tile)
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("seqlen_q", "seqlen_k", "q_start", "upper", "lower", "table_batch", "table_head", "table_width")
 CHUNK = 16  # tiles of columns that are judged at once
 _GRID_LIMIT = 65_535
 
@@ -61,7 +77,7 @@ def _judge(
     return seen, seen & free
 
 
-@triton.jit(do_not_specialize=(*LENGTHS, "seqlen_q"))
+@triton.jit(do_not_specialize=LENGTHS)
 def _table_kernel(
     mask, counts, tiles, table_batch, table_head, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr,
