@@ -98,7 +98,11 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
     256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
 }
 # Of DQ, where a softcap or a list of tiles needs registers of its own: one with small tiles.
-SMALL_TILES = {64: 0, 128: 2, 256: 1}
+SMALL_TILES = {64: 0, 128: 2, 256: 0}
+# Of DQ, where ALiBi does: two consumers.
+RAMPS = {64: 2}
+# Of DKDV, where score steps need registers of their own: two consumers.
+SPACIOUS = {64: 1}
 
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
@@ -173,14 +177,19 @@ def _own(problem: Problem) -> records.Found | None:
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     own = _own(problem)
-    return DKDV[problem.head_dim][0] if own is None else own.config.keys
+    place = SPACIOUS.get(problem.head_dim, 0) if problem.spec.steps else 0
+    return DKDV[problem.head_dim][place] if own is None else own.config.keys
 
 
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
     own, p = _own(problem), problem
-    small = p.spec.softcap is not None or p.spec.segment or p.spec.row
-    return (own and own.config.queries) or DQ[p.head_dim][SMALL_TILES[p.head_dim] if small else 0]
+    place = 0
+    if p.spec.softcap is not None or p.spec.segment or p.spec.row:
+        place = SMALL_TILES[p.head_dim]
+    elif p.spec.steps:
+        place = RAMPS.get(p.head_dim, 0)
+    return (own and own.config.queries) or DQ[p.head_dim][place]
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
