@@ -154,14 +154,15 @@ def suits_guard(problem: Problem) -> bool:
     """Does the first tile of keys that 64 rows visit hold a key that each of them sees? If not, a guarded call is done twice.
 
     The last key of a row moves with the row, so 64 rows find theirs in one tile if the first row's is the first of 64. A list of
-    tiles says nothing of the kind. Where a softcap bounds the scores there is no first reference.
+    tiles says nothing of the kind, and with ALiBi keys far to the right are no measure of those nearby. Where a softcap bounds the
+    scores there is no first reference.
     """
     p = problem
     if softcap_bounds(p):
         return True
-    if p.spec.segment or p.spec.row:
-        return False
     upper, lower, has_upper, has_lower = p.bounds
+    if p.spec.segment or p.spec.row or ("alibi" in p.spec.steps and not (has_upper and upper <= 0)):
+        return False
     first, last = p.q_start, p.q_start + p.seqlen_q - 1
     if has_upper and (first + upper < 0 or (first + upper) % 64):
         return False

@@ -101,8 +101,8 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
 SMALL_TILES = {64: 0, 128: 2, 256: 0}
 # Of DQ, where ALiBi does: two consumers.
 RAMPS = {64: 2}
-# Of DKDV, where score steps need registers of their own: two consumers.
-SPACIOUS = {64: 1}
+# The score steps that take the second of DKDV: two consumers, since they need registers, or one slot for p beside a ramp.
+SPACIOUS = {64: ("softcap", "alibi"), 256: ("alibi",)}
 
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
@@ -130,11 +130,13 @@ def padded_rows(problem: Problem) -> int:
 def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row = problem.head_dim * problem.itemsize
+    ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
-        return (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row + _BARRIERS
+        tiles = (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row
+        return tiles + ramp * config.block_n + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
-    streamed = config.stages * config.block_m * (2 * row + 8)
+    streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
     handed = 64 * config.block_m * problem.itemsize
     # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
     kept = 2 * handed * (1 if config.p_slots else config.block_n // 64)
@@ -177,7 +179,7 @@ def _own(problem: Problem) -> records.Found | None:
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     own = _own(problem)
-    place = SPACIOUS.get(problem.head_dim, 0) if problem.spec.steps else 0
+    place = int(bool(set(problem.spec.steps) & set(SPACIOUS.get(problem.head_dim, ()))))
     return DKDV[problem.head_dim][place] if own is None else own.config.keys
 
 
