@@ -101,8 +101,8 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
 SMALL_TILES = {64: 0, 128: 2, 256: 0}
 # Of DQ, where ALiBi does: two consumers.
 RAMPS = {64: 2}
-# The score steps that take the second of DKDV: two consumers, since they need registers, or one slot for p beside a ramp.
-SPACIOUS = {64: ("softcap", "alibi"), 256: ("alibi",)}
+# Of DKDV, where score steps need registers of their own: two consumers.
+SPACIOUS = {64: 1}
 
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
@@ -127,6 +127,12 @@ def padded_rows(problem: Problem) -> int:
     return -(-problem.seqlen_q // 128) * 128
 
 
+def _never_keeps(problem: Problem) -> bool:
+    """Is ds never kept in memory: a list of tiles would leave gaps in it, and beside ALiBi at head_dim 256 its way does not fit?"""
+    p = problem
+    return p.spec.segment or p.spec.row or (p.head_dim == 256 and "alibi" in p.spec.steps)
+
+
 def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row = problem.head_dim * problem.itemsize
@@ -139,7 +145,7 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
     handed = 64 * config.block_m * problem.itemsize
     # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
-    kept = 2 * handed * (1 if config.p_slots else config.block_n // 64)
+    kept = 0 if _never_keeps(problem) else 2 * handed * (1 if config.p_slots else config.block_n // 64)
     return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
@@ -179,7 +185,7 @@ def _own(problem: Problem) -> records.Found | None:
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     own = _own(problem)
-    place = int(bool(set(problem.spec.steps) & set(SPACIOUS.get(problem.head_dim, ()))))
+    place = SPACIOUS.get(problem.head_dim, 0) if problem.spec.steps else 0
     return DKDV[problem.head_dim][place] if own is None else own.config.keys
 
 
@@ -220,10 +226,10 @@ def _keeps(problem: Problem) -> bool:
 def heads_kept(problem: Problem) -> int:
     """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
 
-    Never with a lower bound, or with a list of tiles: a band would fill little of its memory.
+    Never with a lower bound: a band would fill little of its memory.
     """
     p = problem
-    if not _keeps(p) or p.spec.segment or p.spec.row:
+    if _never_keeps(p) or not _keeps(p):
         return 0
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize

@@ -296,11 +296,13 @@ def backward(
     """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
     p = problem
     needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
-    with torch.cuda.device_of(q):
-        call = _call(p, *needs) if tensors is NO_TENSORS else _call_of(p, *needs, tensors)
+    if tensors is NO_TENSORS:
+        call, run = _call(p, *needs), Plan.run
+    else:
+        with torch.cuda.device_of(q):
+            call, run = _call_of(p, *needs, tensors), _run_once
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
     call.rows.run(o, do, lse if dlse is None else dlse.contiguous(), lse, lse2, minus_delta)
-    run = Plan.run if tensors is NO_TENSORS else _run_once
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     dk_out, dv_out = k if dk is None else dk, v if dv is None else dv
     ds = dk_out if call.ds_shape is None else torch.empty(call.ds_shape, dtype=q.dtype, device=q.device)
