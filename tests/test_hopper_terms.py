@@ -27,7 +27,9 @@ def _problem(text):
 # What it takes
 
 
-@pytest.mark.parametrize("mask", ["softcap:30", "alibi", "sink", "segment", "row", "segment,row,alibi,softcap:3,sink,upper:0,lower:50"])
+@pytest.mark.parametrize(
+    "mask", ["softcap:30", "alibi", "sink", "segment", "row", "segment,row,alibi,softcap:3,sink,upper:0,lower:50"]
+)
 @pytest.mark.parametrize("grad", ["", "q", "kv", "qkv"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_takes_terms_forward_and_backward(mask, grad, head_dim):
@@ -64,7 +66,9 @@ def test_a_call_is_fitted_by_leaving_slopes_alone(words, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", CHOICES)
-@pytest.mark.parametrize("mask", ["causal,segment", "row", "causal,alibi", "softcap:50.0", "softcap:90.0", "sink", "softcap:3,alibi"])
+@pytest.mark.parametrize(
+    "mask", ["causal,segment", "row", "causal,alibi", "softcap:50.0", "softcap:90.0", "sink", "softcap:3,alibi"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_config_that_is_picked_is_legal(pair, mask, dtype):
     problem = _problem(f"batch=16 heads=16/8 seqlen=1024 head_dim={pair[0]}/{pair[1]} dtype={dtype} mask={mask} arch=sm_90")
