@@ -194,7 +194,7 @@ def _dkdv_kernel(
     else:
         stages = k_tiles
     if RAMP:
-        ramp = make_ramp(BLOCK_M, True)
+        ramp = make_ramp(BLOCK_M, BLOCK_M, True)
         fence_async_shared()
     else:
         ramp = kv_full

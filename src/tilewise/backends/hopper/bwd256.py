@@ -227,7 +227,7 @@ def _dkdv256_kernel(
     else:
         stages = kv_full
     if RAMP:
-        ramp = make_ramp(BLOCK_M, True)
+        ramp = make_ramp(BLOCK_M, BLOCK_M, True)
         fence_async_shared()
     else:
         ramp = kv_full

@@ -171,7 +171,7 @@ def _dq_kernel(
         terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST,
     )  # fmt: skip
     if RAMP:
-        ramp = make_ramp(BLOCK_N)
+        ramp = make_ramp(BLOCK_N, BLOCK_N)
         fence_async_shared()
     else:
         ramp = resident

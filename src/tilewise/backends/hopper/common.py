@@ -20,8 +20,7 @@ __all__ = ["LOG2_E", "SMALLEST_SCALE", "cap_numbers", "descriptor", "longest", "
 SMALLEST_SCALE = 1e-30
 # ALiBi is added by a product only to scores whose scale is not below this: the slope is divided by it.
 SMALLEST_RAMP_SCALE = 2.0**-20
-# tanh(x) / x up to |x| = 1/2 as a polynomial in x^2, right to 6e-7 (minimax).
-TANH = (0.9999994557703007, -0.33326317931390603, 0.131902965548765, -0.04440222484211489)
+# Beyond this ratio of scale and cap the coefficients of a polynomial leave float32.
 FARTHEST = 1e12
 
 LOG2_E = 1.4426950408889634
@@ -62,14 +61,11 @@ def longest(problem: Problem, keys: bool) -> str:
 
 
 def cap_numbers(cap2: float, factor: float) -> tuple[float, ...]:
-    """What ``terms.capped`` needs to make ``cap2 tanh(factor u / cap2)`` of numbers u: four coefficients of a polynomial in u^2,
-    the largest |u| that it is good for, what to multiply u with for exp2 beyond that, ``-2 cap2``, ``cap2``; then, for
-    ``capped_with_slope``, ``factor / cap2`` and ``1 / cap2``."""
+    """What ``terms.capped`` needs to make ``cap2 tanh(factor u / cap2)`` of numbers u: ``factor / cap2``, ``cap2``, ``factor``, and
+    half the cap as a |u|, up to where it takes a polynomial (-1: nowhere); and, for ``capped_with_slope``, ``1 / cap2``."""
     c = factor / cap2
-    sane = abs(c) < FARTHEST
-    terms = (cap2 * a * c ** (2 * n + 1) if sane else 0.0 for n, a in enumerate(TANH))
-    reach = -1.0 if not sane else 0.5 / abs(c) if c else math.inf
-    return tuple(max(min(x, 3e38), -3e38) for x in (*terms, reach, 2 * c * LOG2_E, -2 * cap2, cap2, c, 1 / cap2))
+    reach = -1.0 if abs(c) > FARTHEST else 0.5 / abs(c) if c else math.inf
+    return tuple(max(min(x, 1e38), -1e38) for x in (c, cap2, factor, reach, 1 / cap2))
 
 
 def term_options(problem: Problem) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step
-from .terms import make_ramp, masked, own_of, scored, with_sink
+from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
 # Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
 LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "heads_total", "heads_together")
@@ -297,7 +297,7 @@ def _fwd_kernel(
         PACK, terms, table_batch, table_head, table_width, STEPS, RAMP, HAS_SINK, LISTED, FIXED, False,
     )  # fmt: skip
     if RAMP:
-        ramp = make_ramp(BLOCK_N)
+        ramp = make_ramp(BLOCK_N, RAMP_GROUP)
         fence_async_shared()
     else:
         ramp = issued

@@ -297,33 +297,60 @@ def partial_sums(p):
 
 
 @gluon.jit
+def _shifts(y, shift):
+    """What the groups of columns of y [ROWS, groups, ...] share, shaped to broadcast."""
+    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, y.type.layout))))
+    group = gl.arange(0, y.shape[1], L).to(gl.float32)
+    return (shift[0] + shift[1] * group)[None, :, None, None, None]
+
+
+@gluon.jit
+def largest(s, qk_scale2, shift):
+    """The largest scaled and shifted score of each row."""
+    if shift is None:
+        return gl.max(s, 1) * qk_scale2
+    else:
+        y = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+        y = gl.max(gl.max(y, 4, keep_dims=True), 2, keep_dims=True) * qk_scale2 + _shifts(y, shift)
+        m = gl.max(gl.max(gl.max(gl.max(y, 4), 1), 1), 1)
+        return gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def measured(s, pivot, qk_scale2, shift):
+    """The scaled and shifted scores, from the pivot of their row."""
+    if shift is None:
+        return s * qk_scale2 - pivot[:, None]
+    else:
+        y = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+        L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, y.type.layout))))
+        base = gl.convert_layout(pivot, L)[:, None, None, None, None] - _shifts(y, shift)
+        return gl.convert_layout((y * qk_scale2 - base).reshape([s.shape[0], s.shape[1]]), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def softmax_step(s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
     and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
     so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha;
-    FIXED, that is 0 and not the maximum of the first tile. ``shift``, if not None, is added to all scaled scores.
+    FIXED, that is 0 and not the maximum of the first tile, and s is p already. ``shift``: see ``terms.scored``.
     """
     if HASTY and FIXED:
-        p = gl.exp2(s * qk_scale2)
         if FIRST:
             m_i = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
-            return p, m_i, m_i, partial_sums(p)
+            return s, m_i, m_i, partial_sums(s)
         else:
-            return p, m_i, m_i, l_i + partial_sums(p)
+            return s, m_i, m_i, l_i + partial_sums(s)
     if HASTY and not FIRST:
-        m_old = m_i if shift is None else m_i - shift
-        p = gl.exp2(s * qk_scale2 - m_old[:, None])
+        p = gl.exp2(measured(s, m_i, qk_scale2, shift))
         return p, m_i, m_i, l_i + partial_sums(p)
-    m_new = gl.max(s, 1) * qk_scale2
-    if shift is not None:
-        m_new = m_new + shift
+    m_new = largest(s, qk_scale2, shift)
     if not FIRST:
         m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)
     pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
-    base = pivot if shift is None else pivot - shift
-    p = gl.exp2(s * qk_scale2 - base[:, None])
+    p = gl.exp2(measured(s, pivot, qk_scale2, shift))
     if FIRST:
         return p, pivot, m_new, partial_sums(p)
     else:

@@ -24,7 +24,14 @@ same_segment = _shared(bodies.same_segment)
 softcap_slope = _shared(bodies.softcap_slope)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+RAMP_GROUP = gl.constexpr(32)  # forward: columns whose places are counted from one middle
 RAMP_DEPTH = gl.constexpr(16)  # columns of the operands of the product that adds a ramp
+
+
+# tanh(x) / x as a polynomial in x^2 (minimax), its coefficients as PTX writes them: up to |x| = 1/4, right to 4e-7, and up to 1/2,
+# to 6e-7.
+NEAR = ("0f3F7FFFF9", "0fBEAA9BB1", "0f3E037F85")
+MIDDLE = ("0f3F7FFFF7", "0fBEAAA179", "0f3E071192", "0fBD35DF1B")
 
 
 @gluon.aggregate
@@ -102,11 +109,11 @@ def steep_keys(ratio, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def make_ramp(BLOCK: gl.constexpr, KEYS_FIRST: gl.constexpr = False):
-    """[BLOCK, RAMP_DEPTH] in shared memory: the places of a tile's columns, counted from its middle, three times over. KEYS_FIRST:
-    the columns are queries, which lower the scores; before them stands a 1 three times over."""
+def make_ramp(BLOCK: gl.constexpr, GROUP: gl.constexpr, KEYS_FIRST: gl.constexpr = False):
+    """[BLOCK, RAMP_DEPTH] in shared memory: the places of a tile's columns, counted from the middle of each GROUP, three times
+    over. KEYS_FIRST: the columns are queries, which lower the scores; before them stands a 1 three times over."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    place = gl.arange(0, BLOCK, gl.SliceLayout(1, L)) - BLOCK // 2
+    place = gl.arange(0, BLOCK, gl.SliceLayout(1, L)) % GROUP - GROUP // 2
     column = gl.arange(0, RAMP_DEPTH, gl.SliceLayout(0, L))
     if KEYS_FIRST:
         x = gl.where((column < 6)[None, :], -place[:, None].to(gl.float32), 0.0)
@@ -117,33 +124,61 @@ def make_ramp(BLOCK: gl.constexpr, KEYS_FIRST: gl.constexpr = False):
 
 
 @gluon.constexpr_function
-def _capped_text(outputs, inputs):
-    (x,) = outputs
-    s, b0, b1, b2, b3, limit, steep, twice, cap = inputs
+def _series(coefficients, out, s, exp2):
+    """Lines for ``s P(c^2 s^2)`` of the elements; ``w`` holds c^2 and ``f`` the factor of the first coefficient."""
+    lines = ["mov.f32 t, f;"]
+    for n, a in enumerate(coefficients):
+        lines.append(f"mul.f32 k{n}, t, {a}; mul.f32 t, t, w;")
+    last = len(coefficients) - 1
+    for o, e in zip(out, s, strict=True):
+        lines.append(f"mul.ftz.f32 y, {e}, {e}; mov.f32 z, k{last};")
+        lines += [f"fma.rn.ftz.f32 z, y, z, k{n};" for n in range(last - 1, -1, -1)]
+        lines.append(f"mul.ftz.f32 z, z, {e}; ex2.approx.ftz.f32 {o}, z;" if exp2 else f"mul.ftz.f32 {o}, z, {e};")
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _capped(outputs, inputs, exp2):
+    (out,) = outputs
+    s, (c,), (cap,), (factor,), (reach,) = inputs
+    lines = ["{ .reg .pred p, q; .reg .f32 a, f, t, w, y, z, k0, k1, k2, k3; .reg .b32 m, n; mov.b32 m, 0;"]
     # Two absolute values at a time, and the larger ones, which are not negative, three at a time as integers.
-    lines = ["{ .reg .pred p; .reg .f32 a, y, z; .reg .b32 m, n; mov.b32 m, 0;"]
     for left, right in zip(s[::2], s[1::2], strict=True):
         lines.append(f"abs.f32 y, {left}; abs.f32 z, {right}; max.f32 y, y, z; mov.b32 n, y; max.s32 m, m, n;")
-    lines.append(f"mov.b32 a, m; setp.gt.f32 p, a, {limit[0]}; vote.sync.any.pred p, p, 0xffffffff; @p bra FAR;")
-    for o, e in zip(x, s, strict=True):
-        lines.append(f"mul.ftz.f32 y, {e}, {e}; fma.rn.ftz.f32 a, y, {b3[0]}, {b2[0]}; fma.rn.ftz.f32 a, y, a, {b1[0]};")
-        lines.append(f"fma.rn.ftz.f32 a, y, a, {b0[0]}; mul.ftz.f32 {o}, a, {e};")
-    lines.append("bra DONE; FAR:")
-    for o, e in zip(x, s, strict=True):
-        lines.append(f"mul.ftz.f32 y, {e}, {steep[0]}; ex2.approx.ftz.f32 y, y; add.ftz.f32 y, y, 0f3F800000;")
-        lines.append(f"rcp.approx.ftz.f32 y, y; fma.rn.ftz.f32 {o}, y, {twice[0]}, {cap[0]};")
+    lines.append(f"mov.b32 a, m; mov.f32 f, {factor}; mul.f32 w, {c}, {c}; mul.f32 t, {reach}, 0f3F000000;")
+    lines.append(f"setp.gt.f32 p, a, t; setp.gt.f32 q, a, {reach}; vote.sync.any.pred p, p, 0xffffffff;")
+    lines.append("vote.sync.any.pred q, q, 0xffffffff; @q bra FAR; @p bra MIDDLE;")
+    lines.append(_series(NEAR, out, s, exp2))
+    lines.append("bra DONE; MIDDLE:")
+    lines.append(_series(MIDDLE, out, s, exp2))
+    lines.append(f"bra DONE; FAR: mul.f32 w, {c}, 0f4038AA3B; mul.f32 t, {cap}, 0fC0000000;")
+    for o, e in zip(out, s, strict=True):
+        lines.append(f"mul.ftz.f32 y, {e}, w; ex2.approx.ftz.f32 y, y; add.ftz.f32 y, y, 0f3F800000;")
+        lines.append(f"rcp.approx.ftz.f32 y, y; fma.rn.ftz.f32 y, y, t, {cap};")
+        lines.append(f"ex2.approx.ftz.f32 {o}, y;" if exp2 else f"mov.f32 {o}, y;")
     return "\n".join(lines) + "\nDONE: }"
 
 
-@gluon.jit
-def capped(s, cap):
-    """``cap tanh(s / cap)`` in base two, right to 6e-7 of itself, or beyond half the cap to 2e-7 of the cap.
+@gluon.constexpr_function
+def _capped_text(outputs, inputs):
+    return _capped(outputs, inputs, False)
 
-    A warp none of whose scores exceeds half the cap takes a polynomial, others take exp2: products are plentiful, and the unit for
-    exp2 is not. ``cap``: see ``common.cap_numbers``.
+
+@gluon.constexpr_function
+def _exp2_capped_text(outputs, inputs):
+    return _capped(outputs, inputs, True)
+
+
+@gluon.jit
+def capped(s, cap, EXP2: gl.constexpr):
+    """``cap tanh(s / cap)`` in base two, right to 6e-7 of itself, or beyond half the cap to 2e-7 of the cap. EXP2: exp2 of it.
+
+    The unit for exp2 is short, so a warp none of whose scores exceeds half the cap (a quarter) takes a polynomial of degree 7 (5).
+    ``cap``: see ``common.cap_numbers``.
     """
-    numbers = [s, cap[0], cap[1], cap[2], cap[3], cap[4], cap[5], cap[6], cap[7]]
-    return gl.inline_asm(_capped_text, ("=&f", "f", "f", "f", "f", "f", "f", "f", "f", "f"), numbers, s.type, is_pure=True)
+    numbers = [s, cap[0], cap[1], cap[2], cap[3]]
+    TEXT: gl.constexpr = _exp2_capped_text if EXP2 else _capped_text
+    return gl.inline_asm(TEXT, ("=&f", "f", "f", "f", "f", "f"), numbers, s.type, is_pure=True)
 
 
 @gluon.constexpr_function
@@ -153,13 +188,13 @@ def _tanh_text(outputs, inputs):
 
 @gluon.jit
 def capped_with_slope(s, cap, FAST: gl.constexpr):
-    """``(capped(s, cap), its derivative by the score)``. FAST: tanh in one instruction, right to 2^-11 of itself."""
+    """``(cap tanh(s / cap), its derivative by the score)``. FAST: tanh in one instruction, right to 2^-11 of itself."""
     if FAST:
-        t = gl.inline_asm(_tanh_text, ("=&f", "f"), [s * cap[8]], s.type, is_pure=True)
-        return t * cap[7], softcap_slope(t)
+        t = gl.inline_asm(_tanh_text, ("=&f", "f"), [s * cap[0]], s.type, is_pure=True)
+        return t * cap[1], softcap_slope(t)
     else:
-        x = capped(s, cap)
-        return x, softcap_slope(x * cap[9])
+        x = capped(s, cap, False)
+        return x, softcap_slope(x * cap[4])
 
 
 @gluon.jit
@@ -182,18 +217,19 @@ def distanced(x, slope2, first_row, first_column):
 @gluon.jit
 def scored(s, work, own, n_block, start_row, qk_scale2):
     """``(scores, factor, shift)`` of products s [ROWS, BLOCK_N]: times the factor and plus the shift (None: 0) they are in base 2.
+    The shift is that of the first RAMP_GROUP of columns, and what it grows by from one to the next.
 
     Without steps the factor is left to the softmax: max(s) * scale is the maximum of the scaled scores only for a scale above 0.
-    With a RAMP the scores lack what all keys of a row share, ``slope2`` for each place of the row.
+    With a RAMP the scores lack what all keys of a row share, ``slope2`` for each place of the row. FIXED: exp2 of them comes.
     """
     if work.RAMP:
-        middle = n_block * work.BLOCK_N + work.BLOCK_N // 2 - work.q_start - start_row
-        return s, qk_scale2, own.slope2 * middle.to(gl.float32)
+        middle = n_block * work.BLOCK_N + RAMP_GROUP // 2 - work.q_start - start_row
+        return s, qk_scale2, (own.slope2 * middle.to(gl.float32), own.slope2 * RAMP_GROUP)
     elif len(work.STEPS) > 0:
         x = s
         for i in gl.static_range(len(work.STEPS)):
             if work.STEPS[i] == "softcap":
-                x = capped(x, work.terms[0])
+                x = capped(x, work.terms[0], work.FIXED and i == len(work.STEPS) - 1)
             else:
                 if i == 0:
                     x = x * qk_scale2
@@ -268,8 +304,8 @@ def seen(ok, mask, batch, head, queries, keys, seqlen_q, seqlen_k):
 
 @gluon.jit
 def masked(s, work, own, place, n_block, start_row, free_lo, free_hi):
-    """Scores [ROWS, BLOCK_N] of tile ``n_block`` with -inf where a row may not see a key. Free tiles branch around it: those at the
-    places from ``free_lo`` up to ``free_hi``.
+    """Scores [ROWS, BLOCK_N] of tile ``n_block`` with -inf (FIXED: exp2 of them, with 0) where a row may not see a key. Free tiles
+    branch around it: those at the places from ``free_lo`` up to ``free_hi``.
 
     The columns are seen as [BLOCK_N / 8, 4, 2], as a thread holds them: its place in the four is added to the position of the tile,
     and only then the constants. Added the other way round, 16 column numbers or more would be kept in registers across the loop.
@@ -289,6 +325,6 @@ def masked(s, work, own, place, n_block, start_row, free_lo, free_hi):
             if work.LISTED:
                 rows = (start_row + row)[:, None, None, None]
                 ok = seen(ok, work.terms[3], own.batch, own.head, rows, kv_pos, work.seqlen_q, work.seqlen_k)
-            x = gl.where(ok, x, -float("inf"))
+            x = gl.where(ok, x, 0.0 if work.FIXED else -float("inf"))
             s = gl.convert_layout(x.reshape([ROWS, work.BLOCK_N]), s.type.layout, assert_trivial=True)
     return s
