@@ -128,7 +128,7 @@ def padded_rows(problem: Problem) -> int:
 
 
 def _never_keeps(problem: Problem) -> bool:
-    """Is ds never kept in memory: a list of tiles would leave gaps in it, and beside ALiBi its way there serialises the products?"""
+    """Is ds never kept in memory? A list of tiles would leave gaps in it, and beside ALiBi its copies serialise the products."""
     return problem.spec.segment or problem.spec.row or "alibi" in problem.spec.steps
 
 
