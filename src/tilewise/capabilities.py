@@ -25,7 +25,7 @@ class Capability:
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
     descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
-    of a spec besides bounds (out of ``spec.TERMS``).
+    of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what it can return besides o and lse (out of ``spec.RETURNS``).
     """
 
     backend: str
@@ -46,6 +46,7 @@ class Capability:
     terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
+    returns: tuple[str, ...] = ()
 
 
 # In the order in which "auto" asks.
@@ -75,7 +76,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         interpretable=True,
         min_compute_capability=80,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "column_sums"),
     ),
     Capability(
         "torch",
@@ -84,7 +86,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
     ),
     Capability(
         "reference",
@@ -93,7 +96,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
         auto=False,
         quadratic=True,
     ),
@@ -144,6 +148,8 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if lacking:
         have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
         no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    if p.spec.returns and p.spec.returns not in c.returns:
+        no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"
