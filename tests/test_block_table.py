@@ -138,7 +138,7 @@ def test_lists_hold_the_kinds(name):
 
 @pytest.mark.parametrize("name", ["documents", "unsorted ids", "ids for all batches", "rows", "rows for all", "key padding"])
 def test_the_kernel_makes_the_same_table(name):
-    from tilewise.backends.triton.table import make_table
+    from tilewise.backends.tables import make_table
 
     n, m = 90, 70  # more columns than are judged at once, either way
     mask = masks(n, m)[name]
@@ -148,6 +148,12 @@ def test_the_kernel_makes_the_same_table(name):
         got = make_table(p, mask, 8, 4, transposed)
         assert torch.equal(made.counts, got.counts), (spec, transposed)
         assert torch.equal(made.tiles, got.tiles), (spec, transposed)
+    # Three consumers of a Hopper kernel make tiles whose size is no power of two.
+    p = problem(tw.causal(), n, m)
+    for blocks in ((24, 4), (8, 12)):
+        made, got = made_table(p, mask, *blocks, True), make_table(p, mask, *blocks, True)
+        assert torch.equal(made.counts, got.counts), blocks
+        assert torch.equal(made.tiles, got.tiles), blocks
 
 
 def test_what_is_broadcast_is_read_once():

@@ -365,4 +365,4 @@ def test_hopper_refuses_with_a_reason():
     problem = tw.Problem.parse("seqlen=64 head_dim=64 mask=softcap:3,bias arch=sm_90")
     row = next(c for c in tw.CAPABILITIES if c.backend == "hopper")
     reasons = [r for r in refuse(row, problem) if r.code == "term"]
-    assert [str(r) for r in reasons] == ["the spec has softcap, bias, it takes bounds only"]
+    assert [str(r) for r in reasons] == ["the spec has bias, it takes bounds, softcap, alibi, sink, segment, row"]

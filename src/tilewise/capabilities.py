@@ -64,6 +64,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         head_dims=((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
         forward_only=((96, 96), (192, 128), (192, 192)),
         bulk_only=True,
+        gradients="qkvs",
+        terms=("softcap", "alibi", "sink", "segment", "row"),
     ),
     Capability(
         "triton",

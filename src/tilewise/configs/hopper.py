@@ -12,6 +12,7 @@ from . import records
 __all__ = [
     "CHOICES",
     "FORMS",
+    "LISTED",
     "PICKED",
     "HopperConfig",
     "columns",
@@ -21,6 +22,7 @@ __all__ = [
     "origin",
     "packs",
     "shared_memory",
+    "softcap_bounds",
     "suits_guard",
 ]
 
@@ -53,6 +55,9 @@ class HopperConfig:
 
 # Products of one query and one key element from which on a second launch, nearly always an empty one, is worth its microseconds.
 LEAST_GUARDED_WORK = 1 << 33
+
+# exp2(cap log2(e)) is 2^72 at the most.
+LARGEST_FIXED_CAP = 50.0
 
 # The forms of a call's kernels, by whether its config is guarded.
 FORMS = {False: ("careful",), True: ("hasty", "redo")}
@@ -89,6 +94,9 @@ CHOICES: dict[tuple[int, int], tuple[HopperConfig, ...]] = {
     (192, 192): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 2)),
     (256, 256): (HopperConfig(128, 64, 2, 1, True, False), *_both(128, 64, 2, 1)),
 }
+# Where a list says which tiles are visited: few keys a tile, since those at the edges of a document are worked on in vain, and two
+# consumers, since both work on every tile of the list. Other head dims take the careful one of CHOICES.
+LISTED = {(64, 64): HopperConfig(128, 64, 4, 2, True, True), (128, 128): HopperConfig(128, 64, 4, 2, True, True)}
 
 
 def columns(size: int) -> int:
@@ -97,10 +105,12 @@ def columns(size: int) -> int:
 
 
 def shared_memory(problem: Problem, config: HopperConfig) -> int:
-    """Bytes of shared memory: the query tiles, the stages of keys and values, and 1 KB for barriers and alignment."""
+    """Bytes of shared memory: the query tiles, the stages of keys and values, and 1 KB for barriers and alignment; ALiBi may need
+    16 columns more beside a tile of keys."""
     queries = config.q_slots * config.block_m * problem.head_dim
     keys = config.stages * config.block_n * (problem.head_dim + problem.head_dim_v)
-    return (queries + keys) * problem.itemsize + 1024
+    ramp = config.block_n * 32 if problem.spec.steps == ("alibi",) else 0
+    return (queries + keys) * problem.itemsize + ramp + 1024
 
 
 def illegal(problem: Problem, config: HopperConfig) -> str | None:
@@ -124,23 +134,35 @@ def illegal(problem: Problem, config: HopperConfig) -> str | None:
 def packs(problem: Problem, config: HopperConfig) -> int:
     """How many query heads of a group are worked on as one: all of them where that saves a tenth of the tiles, or none (1).
 
-    Less tiles than multiprocessors save nothing: each would only take longer.
+    Less tiles than multiprocessors save nothing: each would only take longer. Slopes and tables of tiles are those of one head.
     """
     p = problem
-    if p.group not in (2, 4, 8, 16, 32, 64):
+    if p.group not in (2, 4, 8, 16, 32, 64) or "alibi" in p.spec.steps or p.spec.segment or p.spec.row:
         return 1
     apart = p.batch * p.heads_q * -(-p.seqlen_q // config.block_m)
     packed = p.batch * p.heads_kv * -(-p.seqlen_q * p.group // config.block_m)
     return p.group if max(packed, p.arch.multiprocessors) <= 0.9 * apart else 1
 
 
+def softcap_bounds(problem: Problem) -> bool:
+    """Does a softcap, as the last step, keep all scores so near 0 that they need no other reference? Sums stay below 2^100."""
+    p = problem
+    return p.spec.steps[-1:] == ("softcap",) and (p.spec.softcap or 0.0) <= LARGEST_FIXED_CAP
+
+
 def suits_guard(problem: Problem) -> bool:
     """Does the first tile of keys that 64 rows visit hold a key that each of them sees? If not, a guarded call is done twice.
 
-    The last key of a row moves with the row, so 64 rows find theirs in one tile if the first row's is the first of 64.
+    The last key of a row moves with the row, so 64 rows find theirs in one tile if the first row's is the first of 64. A list of
+    tiles says nothing of the kind, and with ALiBi keys far to the right are no measure of those nearby. Where a softcap bounds the
+    scores there is no first reference.
     """
     p = problem
+    if softcap_bounds(p):
+        return True
     upper, lower, has_upper, has_lower = p.bounds
+    if p.spec.segment or p.spec.row or ("alibi" in p.spec.steps and not (has_upper and upper <= 0)):
+        return False
     first, last = p.q_start, p.q_start + p.seqlen_q - 1
     if has_upper and (first + upper < 0 or (first + upper) % 64):
         return False
@@ -177,6 +199,8 @@ def _rule(problem: Problem) -> HopperConfig:
     p = problem
     _, _, has_upper, has_lower = p.bounds
     static, careful = CHOICES[p.head_dim, p.head_dim_v][:2]
+    if p.spec.segment or p.spec.row:
+        return LISTED.get((p.head_dim, p.head_dim_v), careful)
     if few_tiles(p):
         return static
     work = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
@@ -188,7 +212,8 @@ def _rule(problem: Problem) -> HopperConfig:
 
 
 def _lookup(problem: Problem) -> tuple[HopperConfig, str]:
-    own = records.find(problem, "hopper", "fwd")
+    # Records are of calls whose specs have bounds only.
+    own = records.find(problem, "hopper", "fwd") if not problem.spec.terms else None
     suits = own is not None and illegal(problem, own.config) is None
     if own is not None and suits and (own.tried or not own.config.guarded or suits_guard(problem)):
         return own.config, own.origin

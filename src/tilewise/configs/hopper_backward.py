@@ -97,7 +97,12 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
     ),
     256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
 }
-
+# Of DQ, where a softcap or a list of tiles needs registers of its own: one with small tiles.
+SMALL_TILES = {64: 0, 128: 2, 256: 0}
+# Of DQ, where ALiBi does: two consumers.
+RAMPS = {64: 2}
+# Of DKDV, where score steps need registers of their own: two consumers.
+SPACIOUS = {64: 1}
 
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
@@ -122,17 +127,24 @@ def padded_rows(problem: Problem) -> int:
     return -(-problem.seqlen_q // 128) * 128
 
 
+def _never_keeps(problem: Problem) -> bool:
+    """Is ds never kept in memory? A list of tiles would leave gaps in it, and beside ALiBi its copies serialise the products."""
+    return problem.spec.segment or problem.spec.row or "alibi" in problem.spec.steps
+
+
 def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row = problem.head_dim * problem.itemsize
+    ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
-        return (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row + _BARRIERS
+        tiles = (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row
+        return tiles + ramp * config.block_n + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
-    streamed = config.stages * config.block_m * (2 * row + 8)
+    streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
     handed = 64 * config.block_m * problem.itemsize
     # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
-    kept = 2 * handed * (1 if config.p_slots else config.block_n // 64)
+    kept = 0 if _never_keeps(problem) else 2 * handed * (1 if config.p_slots else config.block_n // 64)
     return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
@@ -162,7 +174,9 @@ def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
 
 
 def _own(problem: Problem) -> records.Found | None:
-    """The user's record for this problem, where it is legal."""
+    """The user's record for this problem, where it is legal. Records are of calls whose specs have bounds only."""
+    if problem.spec.terms:
+        return None
     own = records.find(problem, "hopper", "bwd")
     return own if own is not None and illegal_backward(problem, own.config) is None else None
 
@@ -170,13 +184,19 @@ def _own(problem: Problem) -> records.Found | None:
 def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     own = _own(problem)
-    return DKDV[problem.head_dim][0] if own is None else own.config.keys
+    place = SPACIOUS.get(problem.head_dim, 0) if problem.spec.steps else 0
+    return DKDV[problem.head_dim][place] if own is None else own.config.keys
 
 
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
-    own = _own(problem)
-    return (own and own.config.queries) or DQ[problem.head_dim][0]
+    own, p = _own(problem), problem
+    place = 0
+    if p.spec.softcap is not None or p.spec.segment or p.spec.row:
+        place = SMALL_TILES[p.head_dim]
+    elif p.spec.steps:
+        place = RAMPS.get(p.head_dim, 0)
+    return (own and own.config.queries) or DQ[p.head_dim][place]
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
@@ -208,7 +228,7 @@ def heads_kept(problem: Problem) -> int:
     Never with a lower bound: a band would fill little of its memory.
     """
     p = problem
-    if not _keeps(p):
+    if _never_keeps(p) or not _keeps(p):
         return 0
     heads = p.batch * p.heads_kv
     a_head = p.group * (-(-p.seqlen_k // 64) * 64) * padded_rows(p) * p.itemsize

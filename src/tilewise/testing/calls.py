@@ -12,7 +12,7 @@ from ..api import attention
 from ..capabilities import refuse
 from ..errors import InvalidInput
 from ..operands import DIMS, full_rank
-from ..problem import Problem, grad_letters
+from ..problem import GRADIENTS, Problem, grad_letters
 from ..second_pass import attention_weights, column_sums
 from ..select import capability
 from ..spec import SLOTS, Spec, Tensors
@@ -28,7 +28,8 @@ class Call:
     """One attention and the gradients that flow back into it.
 
     ``do`` is the gradient of o and ``dlse`` that of lse; ``None`` means that the loss does not use that output. With both
-    ``None`` only the forward pass is run. ``returns`` names what is wanted besides o and lse (out of ``spec.RETURNS``).
+    ``None`` only the forward pass is run. ``returns`` names what is wanted besides o and lse (out of ``spec.RETURNS``),
+    ``fixed`` the tensors of the spec (out of ``TRAINED``) whose gradient nobody wants.
     """
 
     q: torch.Tensor
@@ -40,6 +41,7 @@ class Call:
     dlse: torch.Tensor | None = None
     precision: str | None = None
     returns: str = ""
+    fixed: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -53,7 +55,7 @@ class Call:
     def problem(self) -> Problem:
         """The problem that ``attention`` would bind, with all gradients wanted."""
         also = tuple(t for t in (self.do,) if t is not None)
-        trained = (getattr(self.spec.tensors, name) is not None for name in TRAINED)
+        trained = (getattr(self.spec.tensors, name) is not None and name not in self.fixed for name in TRAINED)
         grad = grad_letters(True, True, True, *trained) if self.has_gradient else ""
         spec = dataclasses.replace(self.spec, returns=self.returns)
         return Problem.bind(self.q, self.k, self.v, spec, self.sm_scale, self.precision, grad, also)
@@ -129,7 +131,8 @@ def chosen_rows(call: Call) -> torch.Tensor:
 
 def leaves_of(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """All that may get a gradient, by the name of that gradient, as leaves; ``dtype`` changes their dtype."""
-    named = {"dq": call.q, "dk": call.k, "dv": call.v, **{f"d{n}": getattr(call.spec.tensors, n) for n in TRAINED}}
+    trained = (name for name in TRAINED if name not in call.fixed)
+    named = {"dq": call.q, "dk": call.k, "dv": call.v, **{f"d{name}": getattr(call.spec.tensors, name) for name in trained}}
     there = {name: t.detach() for name, t in named.items() if t is not None}
     return {name: (t if dtype is None else t.to(dtype)).requires_grad_(call.has_gradient) for name, t in there.items()}
 
@@ -141,10 +144,12 @@ def spec_with(spec: Spec, leaves: dict[str, torch.Tensor]) -> Spec:
 
 
 def fit(call: Call, backend: str) -> Call | None:
-    """The part of a call that the capability table lets a backend take: all of it, its forward pass, or nothing."""
+    """The part of a call that the capability table lets a backend take: all of it, all but gradients of the spec's tensors that it
+    does not have, its forward pass, or nothing."""
     row = capability(backend)
-    forward = call.replace(do=None, dlse=None)
-    return next((c for c in (call, forward) if not refuse(row, c.problem)), None)
+    lacking = tuple(name for letter, name in GRADIENTS.items() if name in TRAINED and letter not in row.gradients)
+    parts = (call, call.replace(fixed=lacking), call.replace(do=None, dlse=None))
+    return next((c for c in parts if not refuse(row, c.problem)), None)
 
 
 def random_call(

@@ -19,7 +19,8 @@ import torch
 from ..arch import Runtime, runtime
 from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig, columns
 from ..problem import Problem
-from .compile_only import _assemble, use_target
+from ..spec import NO_TENSORS
+from .compile_only import _assemble, _operands, _table, use_target
 
 __all__ = ["MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
 
@@ -86,7 +87,9 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
     o = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32)
-    launch = hopper.launches_fwd(p, config, q, k, v, o, lse)[FORMS[config.guarded].index(form)]
+    tensors = _operands(p) if p.operands else NO_TENSORS
+    table = _table(p, tensors, config.block_m, config.block_n, False)
+    launch = hopper.launches_fwd(p, config, q, k, v, o, lse, tensors, table)[FORMS[config.guarded].index(form)]
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)

@@ -19,8 +19,9 @@ import torch
 from ..arch import Runtime, runtime
 from ..configs.hopper_backward import DKDV, DQ, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
 from ..problem import Problem
+from ..spec import NO_TENSORS
 from .compile_hopper import loops
-from .compile_only import _assemble, use_target
+from .compile_only import _assemble, _operands, _table, use_target
 
 __all__ = ["MASKS", "BackwardReport", "compile_backward", "problems"]
 
@@ -74,13 +75,17 @@ def compile_backward(
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
     ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
+    tensors = _operands(p) if p.operands else NO_TENSORS
     if isinstance(config, KeysConfig):
         name = "keeps" if keeps else "dkdv"
-        launch = bwd_launch.launch_dkdv(p, config, q, k, k, q, rows, rows, k, k, ds if keeps else None)
+        table = _table(p, tensors, config.block_m, config.block_n, True)
+        given = (q, k, k, q, rows, rows, k, k, ds if keeps else None)
+        launch = bwd_launch.launch_dkdv(p, config, *given, tensors=tensors, table=table)
     elif isinstance(config, KeptConfig):
         name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
-        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q)
+        table = _table(p, tensors, config.block_m, config.block_n, False)
+        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q, tensors, table)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)

@@ -108,15 +108,19 @@ def _operands(problem: Problem) -> Tensors:
     return Tensors(**made)
 
 
+def _table(problem: Problem, tensors: Tensors, block_m: int, block_n: int, transposed: bool) -> BlockTable | None:
+    """A table that nobody reads; None where the mask has only bounds."""
+    if MaskTensors.of(tensors) is None:
+        return None
+    m_blocks, n_blocks = -(-problem.seqlen_q // block_m), -(-problem.seqlen_k // block_n)
+    rows, width = (n_blocks, m_blocks) if transposed else (m_blocks, n_blocks)
+    return BlockTable(*(torch.empty(problem.batch, problem.heads_q, rows, size, dtype=torch.int32) for size in (2, width)))
+
+
 def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> Masked | None:
     """The mask of a pass with a table that nobody reads."""
-    own = MaskTensors.of(tensors)
-    if own is None:
-        return None
-    m_blocks, n_blocks = -(-problem.seqlen_q // config.block_m), -(-problem.seqlen_k // config.block_n)
-    rows, width = (n_blocks, m_blocks) if pass_ in KEYS_RESIDENT else (m_blocks, n_blocks)
-    lists = (torch.empty(problem.batch, problem.heads_q, rows, size, dtype=torch.int32) for size in (2, width))
-    return Masked(own, BlockTable(*lists))
+    own, table = MaskTensors.of(tensors), _table(problem, tensors, config.block_m, config.block_n, pass_ in KEYS_RESIDENT)
+    return None if own is None or table is None else Masked(own, table)
 
 
 def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> dict[str, Any]:

@@ -419,6 +419,23 @@ GAUNTLET: tuple[Entry, ...] = (
         terms="alibi:bh",
     ),
     Entry(
+        "alibi_causal",
+        "distances that are counted from another tile; what all scores of a row share and lse lacks; slopes of another head",
+        (1, 4, 2, 150, 210, 16, 16),
+        causal(),
+        loss="o+lse",
+        terms="alibi",
+    ),
+    Entry(
+        "softcap_near",
+        "a series for tanh that is used beyond its reach; a small score that loses its digits",
+        (1, 2, 1, 100, 140, 16, 16),
+        window(60, 10),
+        values="beyond_cap",
+        loss="o+lse",
+        terms="softcap:20",
+    ),
+    Entry(
         "bias_broadcast",
         "a gradient of a bias that is not summed over batches, heads or queries, or read with the wrong stride",
         (2, 4, 2, 70, 100, 16, 16),

@@ -108,7 +108,7 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ragged_tile_called_free",
         "padded keys are seen where a table says so",
-        "backends/triton/table.py",
+        "backends/tables.py",
         "free = free & (end_k == first_k + BLOCK_N)",
         "free = free & (end_k >= 0)",
         ("documents_full",),
@@ -132,7 +132,7 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "masked_tiles_over_free_ones",
         "both kinds of tiles begin the list",
-        "backends/triton/table.py",
+        "backends/tables.py",
         "to_masked = n_free",
         "to_masked = 0",
         ("documents",),

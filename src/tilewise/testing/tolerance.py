@@ -265,7 +265,7 @@ def _tensor_rounding(
     distances = distance_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device).double()
     for step, name, weight in (("bias", "bias", 1.0), ("alibi", "slopes", distances)):
         t = getattr(tensors, name)
-        if t is None:
+        if t is None or name in call.fixed:
             continue
         first = steps.index(step) < capped
         own = ((error * slope + ds.abs() * slope_error) if first else error) * weight
@@ -275,7 +275,7 @@ def _tensor_rounding(
             own, rows = own.square().sum((-1, -2)).sqrt(), rows.sum(-1).square().sum(-1).sqrt()
         total = own.square().sum_to_size(size).sqrt() + rows.sum_to_size(size)
         out[f"d{name}"] = (total + torch.finfo(t.dtype).eps / 2 * full_rank(name, expected[f"d{name}"]).abs()).view(t.shape)
-    if tensors.sink is not None:
+    if tensors.sink is not None and "sink" not in call.fixed:
         weight = torch.exp(full_rank("sink", tensors.sink).double()[..., None] - expected["lse"])
         weight = torch.where(expected["lse"] == float("-inf"), 0.0, weight)
         # ``shared`` sums to the error of delta times the weight of the keys.
@@ -315,7 +315,7 @@ def _silent(call: Call) -> dict[str, torch.Tensor]:
     rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0
     out = {"o": rows[..., None], "dq": rows[..., None], "dk": keys[..., None], "dv": keys[..., None]}
     out.update(silent_of(call, ok))
-    if bias is not None:
+    if bias is not None and "bias" not in call.fixed:
         out["dbias"] = (ok.double().sum_to_size(full_rank("bias", bias).shape) == 0).view(bias.shape)
     return out
 

@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
-from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs
+from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs, softcap_bounds
+from ...plan import BlockTable, table_of
 from ...problem import Problem
+from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
+from ..tables import make_table
 from . import bwd_launch, fwd
 from .bwd_launch import backward
-from .common import LOG2_E, longest, plan, together
+from .common import LOG2_E, SMALLEST_SCALE, longest, plan, term_numbers, term_options, together
 
-__all__ = ["backward", "forget", "forward", "launches_fwd"]
-
-# Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
-SMALLEST_SCALE = 1e-30
+__all__ = ["backward", "forget", "forward", "geometries", "launches_fwd", "make_table"]
 
 
-@functools.lru_cache(maxsize=4096)
-def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
+def _fwd(
+    problem: Problem, config: HopperConfig, form: str, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None
+) -> Plan:
     p = problem
     if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
         config = dataclasses.replace(config, dynamic=True, resident=1)
@@ -40,8 +41,11 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
     numbers = (
         *(qk_scale2, heads_q, group, rows, p.seqlen_k, p.q_start, upper, lower),
         *(m_blocks, heads, together(heads, group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
+        *term_numbers(p, tensors, table),
     )
     options = {
+        **term_options(p),
+        "FIXED": form == "hasty" and softcap_bounds(p),
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
@@ -73,6 +77,8 @@ def _fwd_plan(problem: Problem, config: HopperConfig, form: str) -> Plan:
     return plan(fwd._fwd_kernel, programs, blocks, numbers, options)
 
 
+# The plans of calls without tensors in their spec.
+_fwd_plan = functools.lru_cache(maxsize=4096)(_fwd)
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -134,16 +140,50 @@ def _packed(t: torch.Tensor, pack: int) -> torch.Tensor:
 
 
 def launches_fwd(
-    problem: Problem, config: HopperConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+    problem: Problem,
+    config: HopperConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    table: BlockTable | None = None,
 ) -> tuple[Launch, ...]:
     """The launches of one call, in this order."""
-    plans, counts, pack = _plans(problem, config)
+    if tensors is NO_TENSORS:
+        plans, counts, pack = _plans(problem, config)
+    else:
+        plans = tuple(_fwd(problem, config, form, tensors, table) for form in FORMS[config.guarded])
+        counts, pack = config.dynamic or config.guarded, packs(problem, config)
     counter = _counter(lse.device) if counts else lse
     return tuple(each.launch(_packed(q, pack), k, v, _packed(o, pack), lse, counter) for each in plans)
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
+    config = lookup(problem)
+    return [(config.block_m, config.block_n, False), *bwd_launch.geometries(problem)]
+
+
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
+    if tensors is not NO_TENSORS:
+        config = lookup(problem)
+        with torch.cuda.device_of(q):
+            table = table_of(problem, tensors, config.block_m, config.block_n, make=make_table)
+            for launch in launches_fwd(problem, config, q, k, v, o, lse, tensors, table):
+                launch.run()
+        return
     plans, counts, pack = _picked(problem)
     if pack > 1:
         q, o = _packed(q, pack), _packed(o, pack)

@@ -18,34 +18,38 @@ Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, feed_all, hidden, make_row_ring, packed, product_with, rows_of, write_tile
+from .bwd_parts import KeptDs, Keys, feed_all, make_row_ring, packed, product_with, rows_of, weights, write_tile
 from .parts import ROWS, WARPS, wait
+from .terms import make_ramp
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
-LENGTHS += ("head_first",)
+LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
 
 
 @gluon.jit
-def _scores(k_tile, q_tile, zeros):
+def _scores(k_tile, q_tile, zeros, keys, own, ramp):
     """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
-    return warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if keys.RAMP:
+        s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, more, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row, qk_scale2, kept,
+    s, dk, dv, step, more, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, place, key_row, qk_scale2, kept,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
     q_tile = q_ring.tile(step)
-    p = gl.exp2(s * qk_scale2 - rows_of(q_ring, step, S_LAYOUT)[None, :])
-    if MASKED:
-        p = hidden(p, keys, m_block, key_row)
+    p, slope, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, MASKED)
     p16, words = packed(p, q_tile.dtype)
+    if keys.CAPPED:
+        words = packed(p * slope, q_tile.dtype)[1]
     do_tile = do_ring.take(step)
     if keys.NEED_DK:
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], is_async=True)
@@ -63,7 +67,7 @@ def _step(
     # The last one works on a slot that is being refilled, and nobody reads its scores.
     if more:
         q_ring.arrived(step + 1)
-    s_next = _scores(k_tile, q_ring.tile(step + 1), zeros)
+    s_next = _scores(k_tile, q_ring.tile(step + 1), zeros, keys, own, ramp)
     if keys.KEEPS:
         kept.put(step, ds, m_block)
     if keys.NEED_DK:
@@ -75,12 +79,12 @@ def _step(
 
 @gluon.jit
 def _steps(
-    first, last, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row, qk_scale2, kept,
+    first, last, own_hi, s, dk, dv, step, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, key_row, qk_scale2, kept,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    for m_block in range(first, last):
+    for place in range(first, last):
         s, dk, dv, step = _step(
-            s, dk, dv, step, m_block + 1 < own_hi, keys, k_tile, v_tile, q_ring, do_ring, zeros, m_block, key_row,
+            s, dk, dv, step, place + 1 < own_hi, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, place, key_row,
             qk_scale2, kept, MASKED, P_LAYOUT,
         )  # fmt: skip
     return s, dk, dv, step
@@ -100,15 +104,16 @@ def _pass_over(count, step, q_ring, do_ring):
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages, ramp
 ):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = keys.place()
     key_row = start_n + C * ROWS
-    lo, hi = keys.tiles(start_n)
-    own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
+    if not keys.LISTED:
+        lo, hi = keys.tiles(start_n)
+        own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
     k_tile = k_tiles.index(C)
     v_tile = v_tiles.index(C)
     dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
@@ -125,24 +130,31 @@ def _consumer(
             tma.store_wait(0)
         else:
             kept = key_row
-        step = _pass_over(own_lo - lo, step, q_ring, do_ring)
+        tiles = None
+        if keys.LISTED:
+            tiles, free_hi, own_hi = keys.listed(batch, head_kv * keys.group + member, start_n)
+            free_lo = free_hi * 0
+        else:
+            step = _pass_over(own_lo - lo, step, q_ring, do_ring)
+        own = keys.head(batch, head_kv * keys.group + member, tiles, qk_scale2, S_LAYOUT)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros),))
-        if keys.HAS_UPPER:
+        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros, keys, own, ramp),))
+        if keys.HAS_UPPER and not keys.LISTED:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
                 qk_scale2, kept, True, P_LAYOUT,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
             qk_scale2, kept, False, P_LAYOUT,
         )  # fmt: skip
-        if keys.HAS_LOWER or keys.HAS_TAIL:
+        if keys.HAS_LOWER or keys.HAS_TAIL or keys.LISTED:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, ramp, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
                 qk_scale2, kept, True, P_LAYOUT,
             )  # fmt: skip
-        step = _pass_over(hi - own_hi, step, q_ring, do_ring)
+        if not keys.LISTED:
+            step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = keys.place()
     if keys.NEED_DV:
@@ -155,11 +167,13 @@ def _consumer(
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, ds_desc, qk_scale2, sm_scale,
-    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first, seqlen_q,
+    terms, table_batch, table_head, table_width,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, KEEPS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -173,12 +187,18 @@ def _dkdv_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
         stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS * 2, ROWS, BLOCK_M], K_LAYOUT)
     else:
         stages = k_tiles
-    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages)
+    if RAMP:
+        ramp = make_ramp(BLOCK_M, BLOCK_M, True)
+        fence_async_shared()
+    else:
+        ramp = kv_full
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages, ramp)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -12,14 +12,15 @@ Arrivals that complete a phase of each barrier, with W = 4 warps a group:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, feed_all, hidden, make_row_ring, publish, rounded, rows_of, write_tile
+from .bwd_parts import KeptDs, Keys, feed_all, make_row_ring, publish, rounded, rows_of, weights, write_tile
 from .parts import ROWS, WARPS, arrive_warp, wait
+from .terms import make_ramp
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
-LENGTHS += ("head_first",)
+LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
 
 
 @gluon.aggregate
@@ -61,27 +62,35 @@ def _make_p_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr
 
 
 @gluon.jit
+def _scores(k_tile, q_tile, zeros, keys, own, ramp):
+    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if keys.RAMP:
+        s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def _value_steps(
-    first, last, hi, s, dv, step, keys, k_tile, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2,
+    first, last, hi, s, dv, step, keys, own, ramp, k_tile, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2,
     MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """First group: the tiles ``first .. last`` of queries, whose scores are in ``s``; those of the next tile are issued early."""
-    for m_block in range(first, last):
-        p = gl.exp2(s * qk_scale2 - rows_of(q_ring, step, s.type.layout)[None, :])
+    for place in range(first, last):
+        p, slope, _ = weights(s, q_ring, step, keys, own, place, start_n, qk_scale2, MASKED)
         q_ring.release(step)
-        if MASKED:
-            p = hidden(p, keys, m_block, start_n)
         p16 = rounded(p, k_tile.dtype)
         do_tile = do_ring.take(step)
         if keys.NEED_DV:
             p_operand = gl.convert_layout(p16, P_LAYOUT)
             dv = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
         # The last one works on a slot that is being refilled, and nobody reads its scores.
-        if m_block + 1 < hi:
+        if place + 1 < hi:
             q_ring.arrived(step + 1)
-        s_next = warpgroup_mma(k_tile, q_ring.tile(step + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_next = _scores(k_tile, q_ring.tile(step + 1), zeros, keys, own, ramp)
         if keys.NEED_DK:
-            p_ring.put(step, p16)
+            # The second group needs p for ds alone.
+            p_ring.put(step, rounded(p * slope, k_tile.dtype) if keys.CAPPED else p16)
         if keys.NEED_DV:
             dv, p_operand = warpgroup_mma_wait(1, deps=(dv, p_operand))
         do_ring.release(step)
@@ -91,32 +100,40 @@ def _value_steps(
 
 
 @gluon.jit
-def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, qk_scale2):
+def _value_group(keys, dv_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, qk_scale2, ramp):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = keys.place()
-    lo, hi = keys.tiles(start_n)
-    _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
+    if not keys.LISTED:
+        lo, hi = keys.tiles(start_n)
+        _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
     dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)
-    for _ in range(keys.group):
+    for member in range(keys.group):
+        tiles = None
+        if keys.LISTED:
+            tiles, free_hi, hi = keys.listed(batch, head_kv * keys.group + member, start_n)
+            free_lo = free_hi * 0
+        own = keys.head(batch, head_kv * keys.group + member, tiles, qk_scale2, S_LAYOUT)
         q_tile = q_ring.take(step)
-        s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        if keys.HAS_UPPER:
+        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_tile, zeros, keys, own, ramp),))
+        if keys.HAS_UPPER and not keys.LISTED:
             s, dv, step = _value_steps(
-                lo, free_lo, hi, s, dv, step, keys, k_tile, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2, True, P_LAYOUT
-            )
+                lo, free_lo, hi, s, dv, step, keys, own, ramp, k_tile, q_ring, do_ring, p_ring, zeros, start_n,
+                qk_scale2, True, P_LAYOUT,
+            )  # fmt: skip
         s, dv, step = _value_steps(
-            free_lo, free_hi, hi, s, dv, step, keys, k_tile, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2, False, P_LAYOUT
-        )
-        if keys.HAS_LOWER or keys.HAS_TAIL:
+            free_lo, free_hi, hi, s, dv, step, keys, own, ramp, k_tile, q_ring, do_ring, p_ring, zeros, start_n,
+            qk_scale2, False, P_LAYOUT,
+        )  # fmt: skip
+        if keys.HAS_LOWER or keys.HAS_TAIL or keys.LISTED:
             s, dv, step = _value_steps(
-                free_hi, hi, hi, s, dv, step, keys, k_tile, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2, True, P_LAYOUT
-            )
+                free_hi, hi, hi, s, dv, step, keys, own, ramp, k_tile, q_ring, do_ring, p_ring, zeros, start_n,
+                qk_scale2, True, P_LAYOUT,
+            )  # fmt: skip
     # The second group reads the values until it is done; the keys are read here only.
     batch, head_kv, start_n = keys.place()
     if keys.NEED_DV:
@@ -131,8 +148,14 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     if keys.NEED_DK:
         batch, head_kv, start_n = keys.place()
-        lo, hi = keys.tiles(start_n)
-        total = (hi - lo) * keys.group
+        if keys.LISTED:
+            total = 0
+            for member in range(keys.group):
+                _, _, count = keys.listed(batch, head_kv * keys.group + member, start_n)
+                total += count
+        else:
+            lo, hi = keys.tiles(start_n)
+            total = (hi - lo) * keys.group
         step = 0
         dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
         zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
@@ -145,6 +168,9 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
             if keys.KEEPS:
                 head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
                 kept = KeptDs(ds_desc, stages, head, start_n, 0)
+            if keys.LISTED:
+                _, lo, hi = keys.listed(batch, head_kv * keys.group + member, start_n)
+                lo = hi * 0
             for m_block in range(lo, hi):
                 p16 = p_ring.get(step, S_LAYOUT)
                 ds = (p16.to(gl.float32) * dp).to(v_tile.dtype)
@@ -173,11 +199,13 @@ def _key_group(keys, dk_desc, k_tile, v_tile, kv_full, q_ring, do_ring, p_ring, 
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdv256_kernel(
     k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, ds_desc, qk_scale2, sm_scale,
-    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first, seqlen_q,
+    terms, table_batch, table_head, table_width,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, KEEPS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [1, ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
@@ -192,15 +220,21 @@ def _dkdv256_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
         stages = gl.allocate_shared_memory(DTYPE, [2, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     else:
         stages = kv_full
+    if RAMP:
+        ramp = make_ramp(BLOCK_M, BLOCK_M, True)
+        fence_async_shared()
+    else:
+        ramp = kv_full
     tiles = (k_tiles.index(0), v_tiles.index(0), kv_full, q_ring, do_ring, p_ring)
     gl.warp_specialize(
         [
-            (_value_group, (keys, dv_desc) + tiles + (qk_scale2,)),
+            (_value_group, (keys, dv_desc) + tiles + (qk_scale2, ramp)),
             (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stages)),
             (feed_all, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)),
         ],

@@ -15,11 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import ROWS, WARPS, Work, make_ring, masked, wait
+from .parts import ROWS, WARPS, Work, make_ring, wait
+from .terms import exponents, make_ramp, masked, own_of
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower")
-LENGTHS += ("m_blocks", "heads_total", "heads_together")
+LENGTHS += ("m_blocks", "heads_total", "heads_together", "table_batch", "table_head", "table_width")
 
 
 @gluon.jit
@@ -33,24 +34,32 @@ def _producer(
         tma.async_load(q_desc, [batch, head, start_m + c * ROWS, 0], full, q_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
         tma.async_load(do_desc, [batch, head, start_m + c * ROWS, 0], full, do_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
     head_kv = head // group
+    own = own_of(work, batch, head, start_m, None, None)
     for step in range(hi - lo):
-        start_n = (hi - 1 - step) * work.BLOCK_N
+        start_n = work.tile(own, hi - 1 - step) * work.BLOCK_N
         k_ring.fill(k_desc, batch, head_kv, start_n, step)
         v_ring.fill(v_desc, batch, head_kv, start_n, step)
 
 
 @gluon.jit
-def _weights(s, lse2, qk_scale2, work, n_block, start_row, free_lo, free_hi):
-    """p [ROWS, BLOCK_N]; masked after the scale, which may be negative."""
-    x = s * qk_scale2 - lse2[:, None]
-    return gl.exp2(masked(x, work, n_block, start_row, free_lo, free_hi))
+def _weights(s, lse2, qk_scale2, work, own, place, start_row, free_lo, free_hi):
+    """p [ROWS, BLOCK_N], times the derivative of a softcap; masked after the scale, which may be negative."""
+    n_block = work.tile(own, place)
+    first_row = work.q_start + start_row
+    first_key = n_block * work.BLOCK_N
+    if work.RAMP:
+        lse2 = lse2 - own.slope2 * (first_key + work.BLOCK_N // 2 - first_row).to(gl.float32)
+    x, slope = exponents(s, lse2[:, None], work, own.slope2, first_row, first_key, qk_scale2)
+    return gl.exp2(masked(x, work, own, place, n_block, start_row, free_lo, free_hi)) * slope
 
 
 @gluon.jit
-def _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, S_LAYOUT: gl.constexpr):
+def _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT: gl.constexpr):
     """Issue s = q k^T and dp - delta = do v^T - delta."""
     zeros = gl.zeros([ROWS, k_tile.type.shape[0]], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if work.RAMP:
+        s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
     v_tile = v_ring.take(step)
     dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zeros + minus_delta[:, None], is_async=True)
     return s, dp
@@ -71,6 +80,7 @@ def _pass_over(count, step, k_ring, v_ring):
 @gluon.jit
 def _consumer(
     C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring,
+    ramp,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
@@ -78,11 +88,14 @@ def _consumer(
     DTYPE: gl.constexpr = dq_desc.dtype
     batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
     start_row = start_m + C * ROWS
-    own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
+    own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
     rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     head_rows = (batch * work.heads_q + head).to(gl.int64) * q_pad
     lse2 = gl.load(lse2_ptr + head_rows + rows, mask=rows < q_pad, other=float("inf"))
     minus_delta = gl.load(delta_ptr + head_rows + rows, mask=rows < q_pad, other=0.0)
+    own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
+    if work.RAMP:  # what the scores of a row lack
+        lse2 = lse2 + own.slope2 * (rows - start_row).to(gl.float32)
     q_tile = q_tiles.index(C)
     do_tile = do_tiles.index(C)
     dq = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, Q_LAYOUT)
@@ -90,17 +103,17 @@ def _consumer(
     step = 0
     step = _pass_over(hi - own_hi, step, k_ring, v_ring)
     if work.OVERLAP:
-        s, dp = _products(q_tile, do_tile, k_ring.take(step), v_ring, step, minus_delta, S_LAYOUT)
+        s, dp = _products(q_tile, do_tile, k_ring.take(step), v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = _weights(s, lse2, qk_scale2, work, own_hi - 1, start_row, free_lo, free_hi)
+        p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1, start_row, free_lo, free_hi)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         v_ring.release(step)
         ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
         for j in range(1, own_hi - own_lo):
-            s, dp = _products(q_tile, do_tile, k_ring.take(step + 1), v_ring, step + 1, minus_delta, S_LAYOUT)
+            s, dp = _products(q_tile, do_tile, k_ring.take(step + 1), v_ring, step + 1, minus_delta, work, own, ramp, S_LAYOUT)
             dq = warpgroup_mma(ds, k_ring.take(step), dq, is_async=True)
             s = warpgroup_mma_wait(2, deps=(s,))
-            p = _weights(s, lse2, qk_scale2, work, own_hi - 1 - j, start_row, free_lo, free_hi)
+            p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1 - j, start_row, free_lo, free_hi)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             v_ring.release(step + 1)
             ds_next = p * dp
@@ -115,9 +128,9 @@ def _consumer(
     else:
         for j in range(own_hi - own_lo):
             k_tile = k_ring.take(step)
-            s, dp = _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, S_LAYOUT)
+            s, dp = _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
             s = warpgroup_mma_wait(1, deps=(s,))
-            p = _weights(s, lse2, qk_scale2, work, own_hi - 1 - j, start_row, free_lo, free_hi)
+            p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1 - j, start_row, free_lo, free_hi)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             v_ring.release(step)
             ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
@@ -136,12 +149,14 @@ def _consumer(
 def _dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse2_ptr, delta_ptr, qk_scale2, sm_scale,
     heads_q, group, seqlen_q, seqlen_k, q_pad, q_start, upper, lower, m_blocks, heads_total, heads_together,
+    terms, table_batch, table_head, table_width,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
+    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
     do_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
@@ -153,8 +168,14 @@ def _dq_kernel(
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,
+        terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST,
     )  # fmt: skip
-    mine = (work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring)
+    if RAMP:
+        ramp = make_ramp(BLOCK_N, BLOCK_N)
+        fence_async_shared()
+    else:
+        ramp = resident
+    mine = (work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring, ramp)
     copies = (work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring)
     if CONSUMERS == 2:
         gl.warp_specialize(

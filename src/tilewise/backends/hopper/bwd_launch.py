@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 
@@ -18,12 +19,15 @@ from ...configs.hopper_backward import (
     lookup_kept,
     padded_rows,
 )
+from ...plan import BlockTable, table_of
 from ...problem import Problem
+from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
+from ..tables import make_table
 from . import bwd, bwd256, bwd_dq, bwd_kept, bwd_rows
-from .common import LOG2_E, longest, plan, together
+from .common import LOG2_E, longest, plan, term_numbers, term_options, together
 
-__all__ = ["backward", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
+__all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -38,8 +42,24 @@ def _rows_plan(problem: Problem, has_dlse: bool) -> Plan:
     return Plan(bwd_rows._rows_kernel, (m_blocks * p.batch * p.heads_q,), (None, None), numbers, options)
 
 
-@functools.lru_cache(maxsize=4096)
-def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
+def _term_options(problem: Problem) -> dict[str, Any]:
+    """Of the kernels that make scores again. A tanh that is right to 2^-11 will do where p is rounded to bfloat16."""
+    options = term_options(problem)
+    del options["HAS_SINK"]
+    return {**options, "FAST": problem.dtype == "bfloat16"}
+
+
+def _dkdv(
+    problem: Problem,
+    config: KeysConfig,
+    need_dk: bool,
+    need_dv: bool,
+    first: int,
+    heads: int,
+    keeps: bool,
+    tensors: Tensors = NO_TENSORS,
+    table: BlockTable | None = None,
+) -> Plan:
     """For ``heads`` heads of keys from ``first`` on, counted over the batch. ``keeps``: ds goes to memory."""
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
@@ -47,9 +67,12 @@ def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: boo
     streamed = padded_rows(p) * 2 * p.head_dim * p.itemsize * p.group
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper, lower),
-        *(n_blocks, heads, together(heads, 1, streamed), first),
+        *(n_blocks, heads, together(heads, 1, streamed), first, p.seqlen_q if p.spec.segment or p.spec.row else None),
+        *term_numbers(p, tensors, table),
     )
     options = {
+        **_term_options(p),
+        "CAPPED": p.spec.softcap is not None,
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
@@ -74,8 +97,7 @@ def _dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: boo
     return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n})
 
 
-@functools.lru_cache(maxsize=4096)
-def _dq_plan(problem: Problem, config: QueriesConfig) -> Plan:
+def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None) -> Plan:
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
@@ -83,8 +105,10 @@ def _dq_plan(problem: Problem, config: QueriesConfig) -> Plan:
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, padded_rows(p), p.q_start, upper, lower),
         *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *term_numbers(p, tensors, table),
     )
     options = {
+        **_term_options(p),
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
@@ -102,6 +126,10 @@ def _dq_plan(problem: Problem, config: QueriesConfig) -> Plan:
     }
     resident, streamed = (1, 1, 64, p.head_dim), (1, 1, config.block_n, p.head_dim)
     return plan(bwd_dq._dq_kernel, m_blocks * heads, (resident, streamed, streamed, resident, resident), numbers, options)
+
+
+# The plans of calls without tensors in their spec.
+_dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_dkdv, _dq))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,6 +157,18 @@ def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> 
     return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
 
 
+def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
+    """The tables that the backward passes of a problem read: ``(block_m, block_n, transposed)``."""
+    found = []
+    if "q" in problem.grad:
+        dq = lookup_dq(problem)
+        found.append((dq.block_m, dq.block_n, False))
+    if set(problem.grad) & set("kv"):
+        keys = lookup_dkdv(problem)
+        found.append((keys.block_m, keys.block_n, True))
+    return found
+
+
 def launch_rows(
     problem: Problem,
     o: torch.Tensor,
@@ -154,9 +194,11 @@ def launch_dkdv(
     dv: torch.Tensor | None,
     ds: torch.Tensor | None = None,
     first: int = 0,
+    tensors: Tensors = NO_TENSORS,
+    table: BlockTable | None = None,
 ) -> Launch:
     heads = problem.batch * problem.heads_kv if ds is None else ds.shape[0] // problem.group
-    each = _dkdv_plan(problem, config, dk is not None, dv is not None, first, heads, ds is not None)
+    each = _dkdv(problem, config, dk is not None, dv is not None, first, heads, ds is not None, tensors, table)
     outputs = (k if dk is None else dk, v if dv is None else dv)
     return each.launch(k, v, q, do, lse2, minus_delta, *outputs, outputs[0] if ds is None else ds)
 
@@ -171,8 +213,10 @@ def launch_dq(
     lse2: torch.Tensor,
     minus_delta: torch.Tensor,
     dq: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    table: BlockTable | None = None,
 ) -> Launch:
-    return _dq_plan(problem, config).launch(q, k, v, do, dq, lse2, minus_delta)
+    return _dq(problem, config, tensors, table).launch(q, k, v, do, dq, lse2, minus_delta)
 
 
 def launch_dq_kept(
@@ -192,21 +236,45 @@ class _Call:
     ds_shape: tuple[int, int, int] | None
 
 
-@functools.lru_cache(maxsize=4096)
-def _call(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool) -> _Call:
+def _call_of(
+    problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS
+) -> _Call:
     p = problem
+
+    def keys_plan(need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
+        config = lookup_dkdv(p)
+        if tensors is NO_TENSORS:
+            return _dkdv_plan(p, config, need_dk, need_dv, first, heads, keeps)
+        table = table_of(p, tensors, config.block_m, config.block_n, True, make_table)
+        return _dkdv(p, config, need_dk, need_dv, first, heads, keeps, tensors, table)
+
+    def queries_plan() -> Plan:
+        config = lookup_dq(p)
+        if tensors is NO_TENSORS:
+            return _dq_plan(p, config)
+        return _dq(p, config, tensors, table_of(p, tensors, config.block_m, config.block_n, False, make_table))
+
     rows = _rows_plan(p, has_dlse)
     heads = p.batch * p.heads_kv
     count = heads_kept(p) if need_dq and need_dk else 0
     if count:
-        config, kept = lookup_dkdv(p), lookup_kept(p)
+        kept = lookup_kept(p)
         chunks = tuple(
-            (_dkdv_plan(p, config, True, need_dv, first, count, True), _kept_plan(p, kept, first * p.group, count * p.group))
+            (keys_plan(True, need_dv, first, count, True), _kept_plan(p, kept, first * p.group, count * p.group))
             for first in range(0, heads, count)
         )
         return _Call(rows, chunks, None, (count * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)))
-    keys = ((_dkdv_plan(p, lookup_dkdv(p), need_dk, need_dv, 0, heads, False), None),) if need_dk or need_dv else ()
-    return _Call(rows, keys, _dq_plan(p, lookup_dq(p)) if need_dq else None, None)
+    keys = ((keys_plan(need_dk, need_dv, 0, heads, False), None),) if need_dk or need_dv else ()
+    return _Call(rows, keys, queries_plan() if need_dq else None, None)
+
+
+_call = functools.lru_cache(maxsize=4096)(_call_of)  # of calls without tensors in their spec
+
+
+def _run_once(plan: Plan, *tensors: torch.Tensor) -> None:
+    """A plan that holds tensors of its call is not kept."""
+    with torch.cuda.device_of(tensors[0]):
+        plan.launch(*tensors).run()
 
 
 def backward(
@@ -221,18 +289,31 @@ def backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    tensors: Tensors = NO_TENSORS,
+    kept_rows: torch.Tensor | None = None,
+    grads: Tensors = NO_TENSORS,
 ) -> None:
     """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
     p = problem
-    call = _call(p, dq is not None, dk is not None, dv is not None, dlse is not None)
+    needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
+    if tensors is NO_TENSORS:
+        call, run = _call(p, *needs), Plan.run
+    else:
+        with torch.cuda.device_of(q):
+            call, run = _call_of(p, *needs, tensors), _run_once
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
     call.rows.run(o, do, lse if dlse is None else dlse.contiguous(), lse, lse2, minus_delta)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     dk_out, dv_out = k if dk is None else dk, v if dv is None else dv
     ds = dk_out if call.ds_shape is None else torch.empty(call.ds_shape, dtype=q.dtype, device=q.device)
     for keys, kept in call.chunks:
-        keys.run(k, v, q, do, lse2, minus_delta, dk_out, dv_out, ds)
+        run(keys, k, v, q, do, lse2, minus_delta, dk_out, dv_out, ds)
         if kept is not None:
             kept.run(ds, k, dq)
     if call.queries is not None:
-        call.queries.run(q, k, v, do, dq, lse2, minus_delta)
+        run(call.queries, q, k, v, do, dq, lse2, minus_delta)
+    if grads.sink is not None:
+        # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
+        weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))
+        delta = minus_delta.view(p.batch, p.heads_q, -1)[..., : p.seqlen_q]
+        grads.sink.copy_((weight * delta).sum(-1).sum_to_size(grads.sink.shape))

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .. import walk
 from .parts import ROWS, _shared, allowed, arrive_warp, order, wait
+from .terms import Own, exponents, seen, slope_of, steep_keys
 
 queries_of_program = _shared(walk.queries_of_program)
 queries_of_consumer = _shared(walk.queries_of_consumer)
@@ -52,6 +53,16 @@ class Keys:
     NEED_DK: gl.constexpr
     NEED_DV: gl.constexpr
     KEEPS: gl.constexpr  # ds goes to memory too
+    seqlen_q: object  # LISTED
+    terms: object  # of the spec besides bounds: ``terms.py``
+    table_batch: object  # LISTED: ``BlockTable.steps``
+    table_head: object
+    table_width: object
+    STEPS: object
+    CAPPED: gl.constexpr  # a step is a softcap
+    RAMP: gl.constexpr
+    LISTED: gl.constexpr  # a list for each query head says which tiles of queries the keys of a program visit
+    FAST: gl.constexpr  # ``terms.capped_with_slope``
 
     @gluon.jit
     def place(self):
@@ -68,6 +79,35 @@ class Keys:
             start_n, min(start_n + self.BLOCK_N, self.seqlen_k), self.q_pad, self.q_start, self.upper, self.lower,
             self.BLOCK_M, self.HAS_UPPER, self.HAS_LOWER,
         )  # fmt: skip
+
+    @gluon.jit
+    def listed(self, batch, head, start_n):
+        """LISTED: ``(the list, how many of its tiles are free, how many are visited)``: at least one, which the mask hides if need
+        be."""
+        at = (batch * self.table_batch + head * self.table_head + start_n // self.BLOCK_N).to(gl.int64)
+        free = gl.load(self.terms[4][0] + at * 2)
+        count = max(free + gl.load(self.terms[4][0] + at * 2 + 1), 1)
+        return self.terms[4][1] + at * self.table_width, free, count
+
+    @gluon.jit
+    def tile(self, own, place):
+        """The tile of queries at this place."""
+        if self.LISTED:
+            return gl.load(own.tiles + place)
+        else:
+            return place
+
+    @gluon.jit
+    def head(self, batch, head, tiles, qk_scale2, S_LAYOUT: gl.constexpr):
+        """What the terms say of a query head; ``tiles``: its list."""
+        slope2 = None
+        steep = None
+        if self.terms is not None:  # noqa: SIM102
+            if self.terms[1] is not None:
+                slope2 = slope_of(self.terms, batch, head)
+                if self.RAMP:
+                    steep = steep_keys(slope2 / qk_scale2, S_LAYOUT)
+        return Own(batch, head, slope2, steep, tiles)
 
     @gluon.jit
     def own(self, key_row, lo, hi):
@@ -153,8 +193,25 @@ def first_tiles(desc, batch, head, row, tiles, full):
 
 
 @gluon.jit
-def hidden(p, keys, m_block, key_row):
-    """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``parts.masked``."""
+def weights(s, ring, step, keys, own, place, key_row, qk_scale2, MASKED: gl.constexpr):
+    """``(p^T, derivative of a softcap, tile of queries)`` of products s [ROWS keys, BLOCK_M queries]; 1 without a softcap."""
+    lse2 = rows_of(ring, step, s.type.layout)
+    m_block = place
+    if MASKED or len(keys.STEPS) > 0 or not keys.LISTED:
+        m_block = keys.tile(own, place)
+    first_query = keys.q_start + m_block * keys.BLOCK_M
+    if keys.RAMP:
+        lse2 = lse2 - own.slope2 * (key_row + ROWS // 2 - first_query - keys.BLOCK_M // 2).to(gl.float32)
+    x, slope = exponents(s, lse2[None, :], keys, own.slope2, key_row, first_query, qk_scale2)
+    p = gl.exp2(x)
+    if MASKED:
+        p = hidden(p, keys, own, m_block, key_row)
+    return p, slope, m_block
+
+
+@gluon.jit
+def hidden(p, keys, own, m_block, key_row):
+    """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``terms.masked``."""
     x = p.reshape([ROWS, keys.BLOCK_M // 8, 4, 2])
     L: gl.constexpr = x.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -165,6 +222,9 @@ def hidden(p, keys, m_block, key_row):
     q_pos = (keys.q_start + m_block * keys.BLOCK_M + quad * 2)[None, None, :, None]
     q_pos = q_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
     ok = allowed(q_pos, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, keys.HAS_LOWER)
+    if keys.LISTED:
+        queries = q_pos - keys.q_start
+        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
 
@@ -236,13 +296,21 @@ def rounded(p, dtype: gl.constexpr):
 def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring):
     """The feeder: this program's keys and values once, then every tile of queries of every head of the group."""
     batch, head_kv, start_n = keys.place()
-    lo, hi = keys.tiles(start_n)
+    if not keys.LISTED:
+        lo, hi = keys.tiles(start_n)
     first_tiles(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
     first_tiles(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
     step = 0
     for member in range(keys.group):
         head = head_kv * keys.group + member
-        for m_block in range(lo, hi):
+        if keys.LISTED:
+            tiles, free, hi = keys.listed(batch, head, start_n)
+            own = Own(batch, head, None, None, tiles)
+            lo = free * 0
+        else:
+            own = keys
+        for place in range(lo, hi):
+            m_block = keys.tile(own, place)
             # In the order in which slots come free.
             feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, step)
             feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, step)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...plan import BlockTable, MaskTensors
 from ...problem import Problem
-from ..launching import Plan
+from ...spec import Tensors
+from ..launching import Plan, broadcast_strides
 
-__all__ = ["LOG2_E", "descriptor", "longest", "plan", "together"]
+__all__ = ["LOG2_E", "SMALLEST_SCALE", "cap_numbers", "descriptor", "longest", "plan", "term_numbers", "term_options", "together"]
+
+# Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
+SMALLEST_SCALE = 1e-30
+# ALiBi is added by a product only to scores whose scale is not below this: the slope is divided by it.
+SMALLEST_RAMP_SCALE = 2.0**-20
+# Beyond this ratio of scale and cap the coefficients of a polynomial leave float32.
+FARTHEST = 1e12
 
 LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
@@ -48,3 +58,39 @@ def longest(problem: Problem, keys: bool) -> str:
     if has_upper == has_lower:
         return "any"
     return "last" if has_upper != keys else "first"
+
+
+def cap_numbers(cap2: float, factor: float) -> tuple[float, ...]:
+    """What ``terms.capped`` needs to make ``cap2 tanh(factor u / cap2)`` of numbers u: ``factor / cap2``, ``cap2``, ``factor``, and
+    half the cap as a |u|, up to where it takes a polynomial (-1: nowhere); and, for ``capped_with_slope``, ``1 / cap2``."""
+    c = factor / cap2
+    reach = -1.0 if abs(c) > FARTHEST else 0.5 / abs(c) if c else math.inf
+    return tuple(max(min(x, 1e38), -1e38) for x in (c, cap2, factor, reach, 1 / cap2))
+
+
+def term_options(problem: Problem) -> dict[str, Any]:
+    """What the kernels are compiled for besides bounds (``terms.py``)."""
+    p = problem
+    steps = p.spec.steps
+    _, _, has_upper, _ = p.bounds
+    left = has_upper and p.bounds[0] <= 0  # no query sees a key right of it
+    ramp = steps == ("alibi",) and left and p.sm_scale * LOG2_E >= SMALLEST_RAMP_SCALE
+    return {"STEPS": steps, "RAMP": ramp, "HAS_SINK": p.spec.sink, "LISTED": p.spec.segment or p.spec.row}
+
+
+def term_numbers(problem: Problem, tensors: Tensors, table: BlockTable | None = None) -> tuple[Any, ...]:
+    """The arguments from ``terms`` to ``table_width``."""
+    p = problem
+    if not p.spec.terms:
+        return (None,) * 4
+    cap = None
+    if p.spec.softcap is not None:
+        cap = cap_numbers(p.spec.softcap * LOG2_E, p.sm_scale * LOG2_E if p.spec.steps[0] == "softcap" else 1.0)
+
+    def given(t: torch.Tensor | None) -> Any:
+        return None if t is None else (t, broadcast_strides(t))
+
+    own = MaskTensors.of(tensors)
+    mask = None if own is None else (tuple(own[:4]), tuple(None if t is None else broadcast_strides(t) for t in own[:4]))
+    lists = (None,) * 3 if table is None else table.steps
+    return (cap, given(tensors.slopes), given(tensors.sink), mask, None if table is None else tuple(table)), *lists

@@ -19,10 +19,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, masked, rescale, softmax_step
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step
+from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
 # Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
 LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_start", "upper", "lower", "m_blocks", "heads_total", "heads_together")
+LENGTHS += ("table_batch", "table_head", "table_width")
 
 
 @gluon.jit
@@ -36,8 +38,9 @@ def _load_tile(index, turn, step, work, group, q_desc, k_desc, v_desc, q_ring, k
         q_ring.fill(q_desc, batch, head, start_m + c * ROWS, turn * work.CONSUMERS + c, work.PACK)
     head_kv = head // group
     count = hi - lo
+    own = own_of(work, batch, head, start_m, None, None)
     for j in range(count):
-        start_n = (hi - 1 - j) * work.BLOCK_N
+        start_n = work.tile(own, hi - 1 - j) * work.BLOCK_N
         k_ring.fill(k_desc, batch, head_kv, start_n, step)
         v_ring.fill(v_desc, batch, head_kv, start_n, step)
         step += 1
@@ -61,11 +64,13 @@ def _producer(work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
 
 
 @gluon.jit
-def _scores(q, k, S_LAYOUT: gl.constexpr):
-    """Issue q k^T, [ROWS, BLOCK_N], without waiting for it: a product for each chunk of q and k."""
+def _scores(q, k, work, own, ramp, S_LAYOUT: gl.constexpr):
+    """Issue q k^T, [ROWS, BLOCK_N], without waiting for it: a product for each chunk of q and k, and one for a RAMP."""
     s = gl.zeros([ROWS, k[0].type.shape[0]], gl.float32, S_LAYOUT)
     for c in gl.static_range(len(k)):
         s = warpgroup_mma(q[c], k[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    if work.RAMP:
+        s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -94,27 +99,19 @@ def _rescale_all(acc, alpha):
 
 
 @gluon.jit
-def _scaled(s, qk_scale2, SCALED_FIRST: gl.constexpr):
-    """``(scores, the scale that they still need)``: max(s) * scale is the maximum of the scaled scores only for a scale above 0."""
-    if SCALED_FIRST:
-        return s * qk_scale2, 1.0
-    else:
-        return s, qk_scale2
-
-
-@gluon.jit
 def _overlapped_step(
-    p, acc, m_i, l_i, step, q, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, place, start_row, free_lo, free_hi, qk_scale2,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores of key tile ``n_block`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
-    s = _scores(q, k_ring.take_chunks(step + 1), S_LAYOUT)
+    """Scores of the key tile at ``place`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
+    n_block = work.tile(own, place)
+    s = _scores(q, k_ring.take_chunks(step + 1), work, own, ramp, S_LAYOUT)
     acc = _add_product(p, v_ring.take_chunks(step), acc)
     s = warpgroup_mma_wait(v_ring.CHUNKS, deps=(s,))
     k_ring.release(step + 1)
-    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
-    s = masked(s, work, n_block, start_row, free_lo, free_hi)
-    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
+    s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi)
+    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED)
     p, acc = _wait_for_products(p, acc)
     v_ring.release(step)
     p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
@@ -125,15 +122,16 @@ def _overlapped_step(
 
 @gluon.jit
 def _serial_step(
-    acc, m_i, l_i, step, q, k_ring, v_ring, work, n_block, start_row, free_lo, free_hi, qk_scale2,
+    acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, place, start_row, free_lo, free_hi, qk_scale2,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax and product of key tile ``n_block`` (ring step ``step``) in turn: the other consumers overlap."""
-    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), S_LAYOUT),))
+    """Scores, softmax and product of the key tile at ``place`` (ring step ``step``) in turn: the other consumers overlap."""
+    n_block = work.tile(own, place)
+    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
     k_ring.release(step)
-    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
-    s = masked(s, work, n_block, start_row, free_lo, free_hi)
-    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, False, work.HASTY)
+    s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi)
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED)
     if not work.HASTY:
         acc = _rescale_all(acc, alpha)
     acc, step = _add_values(gl.convert_layout(p.to(q[0].dtype), P_LAYOUT), acc, step, v_ring)
@@ -162,7 +160,9 @@ def _pass_over(count, step, k_ring, v_ring):
 
 
 @gluon.jit
-def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+def _finish(
+    acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr
+):
     """Write o, through the consumer's tile of queries, and lse. A row that saw no key has l_i = 0: o = 0 and lse = -inf.
 
     A part of acc passes through the chunk of q that has its columns, or, if it is twice as wide, through two.
@@ -170,13 +170,20 @@ def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_L
     COLUMNS: gl.constexpr = o_desc.block_type.shape[-1]
     PACK: gl.constexpr = work.PACK
     HALVES: gl.constexpr = acc[0].shape[1] // COLUMNS
-    l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
+    l_own = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
+    l_row = l_own
+    rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    if work.RAMP:  # what the scores of a row lack
+        m_i = m_i - own.slope2 * (rows - start_row).to(gl.float32)
+    if work.HAS_SINK:
+        m_i, l_row, alpha = with_sink(m_i, l_own, work, batch, head, rows)
     l_safe = gl.where(l_row == 0.0, 1.0, l_row)
-    inverse = gl.convert_layout(1.0 / l_safe, gl.SliceLayout(1, O_LAYOUT))
+    inverse = alpha / l_safe if work.HAS_SINK else 1.0 / l_safe
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))
     for c in gl.static_range(len(acc)):
         o = acc[c] * inverse[:, None]
         if work.HASTY:
-            work.doubt(o, l_row, start_row)
+            work.doubt(o, l_own, start_row)
         if HALVES == 2:
             left, right = gl.split(o.to(o_desc.dtype).reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
             q[2 * c].store(left)
@@ -191,7 +198,6 @@ def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_L
             box = q[c].reshape([1, 1, ROWS // PACK, PACK, COLUMNS])
             tma.async_store(o_desc, [batch, head, start_row // PACK, 0, c * COLUMNS], box)
     lse = gl.where(l_row == 0.0, -float("inf"), (m_i + gl.log2(l_safe)) * LN_2)
-    rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     head_rows = (batch * work.heads_q + head).to(gl.int64) * work.seqlen_q
     places = rows if PACK == 1 else rows % PACK * (work.seqlen_q // PACK) + rows // PACK
     gl.store(lse_ptr + head_rows + places, lse, mask=rows < work.seqlen_q)
@@ -199,7 +205,7 @@ def _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_L
 
 
 @gluon.jit
-def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
+def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp):
     """Consumer ``C``: its 64 rows of tile ``index``. Returns the ring step after the tile."""
     COLUMNS: gl.constexpr = v_ring.tiles.type.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
@@ -207,23 +213,25 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     batch, head, start_m, lo, hi = work.locate(index)
     start_row = start_m + C * ROWS
-    own_lo, free_lo, free_hi, own_hi = work.own(start_row, lo, hi)
+    own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
+    own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
     q = q_ring.take_chunks(turn * work.CONSUMERS + C)
     step = _pass_over(hi - own_hi, step, k_ring, v_ring)
 
     # The first key tile: nothing to rescale yet.
-    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), S_LAYOUT),))
+    n_block = work.tile(own, own_hi - 1)
+    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
     k_ring.release(step)
-    s, scale = _scaled(s, qk_scale2, work.SCALED_FIRST)
-    s = masked(s, work, own_hi - 1, start_row, free_lo, free_hi)
-    p, _, m_i, l_i = softmax_step(s, None, None, scale, True, work.HASTY)
+    s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
+    s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi)
+    p, _, m_i, l_i = softmax_step(s, None, None, scale, shift, True, work.HASTY, work.FIXED)
     p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
     acc = (gl.zeros([ROWS, COLUMNS], gl.float32, O_LAYOUT),) * v_ring.CHUNKS
 
     if work.OVERLAP:
         for j in range(1, own_hi - own_lo):
             p, acc, m_i, l_i, step = _overlapped_step(
-                p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, step = _add_values(p, acc, step, v_ring)
@@ -231,28 +239,28 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
         acc, step = _add_values(p, acc, step, v_ring)
         for j in range(1, own_hi - own_lo):
             acc, m_i, l_i, step = _serial_step(
-                acc, m_i, l_i, step, q, k_ring, v_ring, work, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
+                acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
 
     step = _pass_over(own_lo - lo, step, k_ring, v_ring)
-    _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, batch, head, start_row, S_LAYOUT, O_LAYOUT)
+    _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring):
+def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp):
     step = 0
     turn = 0
     index = gl.program_id(0)
     if work.DYNAMIC:
         while index < work.total():
-            step = _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)
+            step = _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
             index = work.following(turn)
             turn += 1
     else:
-        _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)
+        _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
 
 
 @gluon.constexpr_function
@@ -265,13 +273,15 @@ def _for_workers(CONSUMERS, CONSUMER, PRODUCER):
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, qk_scale2,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, m_blocks, heads_total, heads_together,
+    terms, table_batch, table_head, table_width,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, SCALED_FIRST: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr, OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
     PACK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, RAMP: gl.constexpr, HAS_SINK: gl.constexpr, LISTED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
+    MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
     q_ring = make_ring(q_desc, ROWS, HEAD_DIM, Q_SLOTS * CONSUMERS, 1)
     k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM_V, STAGES, CONSUMERS * WARPS)
@@ -284,15 +294,20 @@ def _fwd_kernel(
     work = Work(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
-        PACK,
+        PACK, terms, table_batch, table_head, table_width, STEPS, RAMP, HAS_SINK, LISTED, FIXED, False,
     )  # fmt: skip
+    if RAMP:
+        ramp = make_ramp(BLOCK_N, RAMP_GROUP)
+        fence_async_shared()
+    else:
+        ramp = issued
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(
         [
-            (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-            (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-            (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
-            (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring)),
+            (_consumer, (0, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)),
+            (_consumer, (1, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)),
+            (_consumer, (2, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)),
+            (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)),
         ][:CONSUMERS]
         + [(_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
         _for_workers(CONSUMERS, WARPS, 1),

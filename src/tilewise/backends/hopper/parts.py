@@ -194,6 +194,16 @@ class Work:
     HASTY: gl.constexpr  # the first tile's maximum stays the reference; a row that this does not suit raises the flag
     REDO: gl.constexpr  # the careful launch behind a hasty one, which works only if the flag is up, and puts it down
     PACK: gl.constexpr
+    terms: object  # of the spec besides bounds: ``terms.py``
+    table_batch: object  # LISTED: ``BlockTable.steps``
+    table_head: object
+    table_width: object
+    STEPS: object
+    RAMP: gl.constexpr
+    HAS_SINK: gl.constexpr
+    LISTED: gl.constexpr  # a list says which tiles of keys a tile of queries visits: places in it stand for tiles
+    FIXED: gl.constexpr  # HASTY: the reference is 0 from the start
+    FAST: gl.constexpr  # ``terms.capped_with_slope``
 
     @gluon.jit
     def total(self):
@@ -205,6 +215,10 @@ class Work:
         head_index, m_block = order(index, self.m_blocks, self.heads_total, self.heads_together, self.LONGEST)
         batch = head_index // self.heads_q
         start_m = m_block * self.BLOCK_M
+        if self.LISTED:
+            head = head_index - batch * self.heads_q
+            free, count = self.listed(batch, head, start_m)
+            return batch, head, start_m, free * 0, count
         row_end = min(start_m + self.BLOCK_M, self.seqlen_q)
         lo, hi = tiles_of_program(
             self.q_start + start_m // self.PACK, self.q_start + (row_end - 1) // self.PACK + 1,
@@ -213,8 +227,30 @@ class Work:
         return batch, head_index - batch * self.heads_q, start_m, lo, hi
 
     @gluon.jit
-    def own(self, start_row, lo, hi):
+    def list_of(self, batch, head, row):
+        """LISTED: the number of the list of the tile of queries that holds this row."""
+        return (batch * self.table_batch + head * self.table_head + row // self.BLOCK_M).to(gl.int64)
+
+    @gluon.jit
+    def listed(self, batch, head, row):
+        """LISTED: how many tiles are free, and how many are visited: at least one, which the mask hides if need be."""
+        counts = self.terms[4][0] + self.list_of(batch, head, row) * 2
+        free = gl.load(counts)
+        return free, max(free + gl.load(counts + 1), 1)
+
+    @gluon.jit
+    def tile(self, own, place):
+        """The tile of keys at this place."""
+        if self.LISTED:
+            return gl.load(own.tiles + place)
+        else:
+            return place
+
+    @gluon.jit
+    def own(self, batch, head, start_row, lo, hi):
         """``(own_lo, free_lo, free_hi, own_hi)`` of the consumer whose rows begin at ``start_row``."""
+        if self.LISTED:
+            return lo, lo, self.listed(batch, head, start_row)[0], hi
         row_end = min(start_row + ROWS, self.seqlen_q)
         return tiles_of_consumer(
             self.q_start + start_row // self.PACK, self.q_start + (row_end - 1) // self.PACK + 1, lo, hi,
@@ -254,30 +290,6 @@ class Work:
 
 
 @gluon.jit
-def masked(s, work, n_block, start_row, free_lo, free_hi):
-    """Scores [ROWS, BLOCK_N] with -inf where a row may not see a key. Free tiles branch around it.
-
-    The columns are seen as [BLOCK_N / 8, 4, 2], as a thread holds them: its place in the four is added to the position of the tile,
-    and only then the constants. Added the other way round, 16 column numbers or more would be kept in registers across the loop.
-    """
-    if work.MASKED:  # noqa: SIM102
-        if (n_block < free_lo) | (n_block >= free_hi):
-            x = s.reshape([ROWS, work.BLOCK_N // 8, 4, 2])
-            L: gl.constexpr = x.type.layout
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-            eight = gl.arange(0, work.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-            quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
-            pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-            q_pos = (work.q_start + (start_row + row) // work.PACK)[:, None, None, None]
-            kv_pos = (n_block * work.BLOCK_N + quad * 2)[None, None, :, None]
-            kv_pos = kv_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
-            ok = allowed(q_pos, kv_pos, work.seqlen_k, work.upper, work.lower, work.HAS_UPPER, work.HAS_LOWER)
-            x = gl.where(ok, x, -float("inf"))
-            s = gl.convert_layout(x.reshape([ROWS, work.BLOCK_N]), s.type.layout, assert_trivial=True)
-    return s
-
-
-@gluon.jit
 def partial_sums(p):
     """Row sums [ROWS, 4] of p [ROWS, BLOCK_N], within each thread; the four threads of a row are added at the end of the tile."""
     x = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
@@ -285,21 +297,60 @@ def partial_sums(p):
 
 
 @gluon.jit
-def softmax_step(s, m_i, l_i, qk_scale2, FIRST: gl.constexpr, HASTY: gl.constexpr):
+def _shifts(y, shift):
+    """What the groups of columns of y [ROWS, groups, ...] share, shaped to broadcast."""
+    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, y.type.layout))))
+    group = gl.arange(0, y.shape[1], L).to(gl.float32)
+    return (shift[0] + shift[1] * group)[None, :, None, None, None]
+
+
+@gluon.jit
+def largest(s, qk_scale2, shift):
+    """The largest scaled and shifted score of each row."""
+    if shift is None:
+        return gl.max(s, 1) * qk_scale2
+    else:
+        y = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+        y = gl.max(gl.max(y, 4, keep_dims=True), 2, keep_dims=True) * qk_scale2 + _shifts(y, shift)
+        m = gl.max(gl.max(gl.max(gl.max(y, 4), 1), 1), 1)
+        return gl.convert_layout(m, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def measured(s, pivot, qk_scale2, shift):
+    """The scaled and shifted scores, from the pivot of their row."""
+    if shift is None:
+        return s * qk_scale2 - pivot[:, None]
+    else:
+        y = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+        L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, y.type.layout))))
+        base = gl.convert_layout(pivot, L)[:, None, None, None, None] - _shifts(y, shift)
+        return gl.convert_layout((y * qk_scale2 - base).reshape([s.shape[0], s.shape[1]]), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def softmax_step(s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
     and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
-    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha.
+    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha;
+    FIXED, that is 0 and not the maximum of the first tile, and s is p already. ``shift``: see ``terms.scored``.
     """
+    if HASTY and FIXED:
+        if FIRST:
+            m_i = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
+            return s, m_i, m_i, partial_sums(s)
+        else:
+            return s, m_i, m_i, l_i + partial_sums(s)
     if HASTY and not FIRST:
-        p = gl.exp2(s * qk_scale2 - m_i[:, None])
+        p = gl.exp2(measured(s, m_i, qk_scale2, shift))
         return p, m_i, m_i, l_i + partial_sums(p)
-    m_new = gl.max(s, 1) * qk_scale2
+    m_new = largest(s, qk_scale2, shift)
     if not FIRST:
         m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)
     pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * qk_scale2 - pivot[:, None])
+    p = gl.exp2(measured(s, pivot, qk_scale2, shift))
     if FIRST:
         return p, pivot, m_new, partial_sums(p)
     else:

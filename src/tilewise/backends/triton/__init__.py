@@ -23,8 +23,8 @@ from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
+from ..tables import make_table
 from . import bwd, dbias, fwd, wide_launch
-from .table import make_table
 
 __all__ = [
     "Launch",

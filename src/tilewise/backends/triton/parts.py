@@ -24,11 +24,8 @@ def _shared(body):
 
 
 allowed = _shared(bodies.allowed)
-bound_tile = _shared(bodies.bound_tile)
 in_row = _shared(bodies.in_row)
-row_tile = _shared(bodies.row_tile)
 same_segment = _shared(bodies.same_segment)
-segment_tile = _shared(bodies.segment_tile)
 tile_range = _shared(bodies.tile_range)
 
 # Kernel arguments that never enter a compile key, so that one kernel serves every length, every window and every number of heads.

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 import triton
 import triton.language as tl
 
-from ...plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
-from ...problem import Problem
-from ..launching import Launch, broadcast_strides
-from .parts import LENGTHS, bound_tile, row_tile, segment_tile
+from .. import bodies
+from ..plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
+from ..problem import Problem
+from .launching import Launch, broadcast_strides
 
 __all__ = ["launch_table", "make_table"]
 
+
+def _shared(body):
+    """A shared body as a Triton function. Triton wants to see its own language among the globals of what it compiles."""
+    here = types.FunctionType(body.__code__, globals(), body.__name__)
+    here.__annotations__ = body.__annotations__
+    return triton.jit(here)
+
+
+bound_tile = _shared(bodies.bound_tile)
+row_tile = _shared(bodies.row_tile)
+segment_tile = _shared(bodies.segment_tile)
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("seqlen_q", "seqlen_k", "q_start", "upper", "lower", "table_batch", "table_head", "table_width")
 CHUNK = 16  # tiles of columns that are judged at once
 _GRID_LIMIT = 65_535
 
 
 @triton.jit
-def _least_and_largest(ptr, stride, tiles, length, BLOCK: tl.constexpr):
-    """Of each tile: [TILES] each. Lanes past the end read the last element once more."""
-    offs = tiles[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+def _least_and_largest(ptr, stride, tiles, length, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Of each tile: [TILES] each. Lanes past the end of a tile or of all read the last element once more."""
+    offs = tiles[:, None] * BLOCK + tl.minimum(tl.arange(0, LANES), BLOCK - 1)[None, :]
     values = tl.load(ptr + tl.minimum(offs, length - 1) * stride)
     return tl.min(values, 1), tl.max(values, 1)
 
@@ -29,6 +45,7 @@ def _least_and_largest(ptr, stride, tiles, length, BLOCK: tl.constexpr):
 def _judge(
     mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LANES_M: tl.constexpr, LANES_N: tl.constexpr,
 ):  # fmt: skip
     """Of each pair of tiles: may a query see a key there, and does each see each? One of ``q_tiles`` and ``k_tiles`` has size 1."""
     tensors = mask[0]
@@ -45,27 +62,27 @@ def _judge(
     else:
         free = free & (end_k == first_k + BLOCK_N)
     if tensors[0] is not None:
-        q_lo, q_hi = _least_and_largest(tensors[0] + batch * strides[0][0], strides[0][1], q_tiles, seqlen_q, BLOCK_M)
-        k_lo, k_hi = _least_and_largest(tensors[1] + batch * strides[1][0], strides[1][1], k_tiles, seqlen_k, BLOCK_N)
+        q_lo, q_hi = _least_and_largest(tensors[0] + batch * strides[0][0], strides[0][1], q_tiles, seqlen_q, BLOCK_M, LANES_M)
+        k_lo, k_hi = _least_and_largest(tensors[1] + batch * strides[1][0], strides[1][1], k_tiles, seqlen_k, BLOCK_N, LANES_N)
         some, every = segment_tile(q_lo, q_hi, k_lo, k_hi)
         seen = seen & some
         free = free & every
     if tensors[2] is not None:
         starts = tensors[2] + batch * strides[2][0] + head * strides[2][1]
         ends = tensors[3] + batch * strides[3][0] + head * strides[3][1]
-        start_lo, start_hi = _least_and_largest(starts, strides[2][2], q_tiles, seqlen_q, BLOCK_M)
-        end_lo, end_hi = _least_and_largest(ends, strides[3][2], q_tiles, seqlen_q, BLOCK_M)
+        start_lo, start_hi = _least_and_largest(starts, strides[2][2], q_tiles, seqlen_q, BLOCK_M, LANES_M)
+        end_lo, end_hi = _least_and_largest(ends, strides[3][2], q_tiles, seqlen_q, BLOCK_M, LANES_M)
         some, every = row_tile(first_k, end_k, start_lo, start_hi, end_lo, end_hi)
         seen = seen & some
         free = free & every
     return seen, seen & free
 
 
-@triton.jit(do_not_specialize=(*LENGTHS, "seqlen_q"))
+@triton.jit(do_not_specialize=LENGTHS)
 def _table_kernel(
     mask, counts, tiles, table_batch, table_head, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES_M: tl.constexpr, LANES_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The list of one tile of rows. Grid: row tiles x heads x batch."""
     row = tl.program_id(0)
@@ -81,7 +98,7 @@ def _table_kernel(
         k_tiles = own if TRANSPOSED else columns
         seen, free = _judge(
             mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
-            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N,
+            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
         )  # fmt: skip
         inside = columns < table_width
         n_free += tl.sum((free & inside).to(tl.int32), 0)
@@ -98,7 +115,7 @@ def _table_kernel(
         k_tiles = own if TRANSPOSED else columns
         seen, free = _judge(
             mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
-            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N,
+            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
         )  # fmt: skip
         inside = columns < table_width
         is_free = (free & inside).to(tl.int32)
@@ -119,6 +136,7 @@ def launch_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int
     tensors = ((*mask[:4],), tuple(None if t is None else broadcast_strides(t) for t in mask[:4]))
     args = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
     options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    options |= {"LANES_M": triton.next_power_of_2(block_m), "LANES_N": triton.next_power_of_2(block_n)}
     return Launch(_table_kernel, (rows, heads, batch), args, {**options, "CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True})
 
 

@@ -1,0 +1,97 @@
+"""Score steps, sinks and masks that come as tensors compile for sm_90a within their budgets; no GPU is needed."""
+
+import pytest
+from compiling import reports_of, start
+
+pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+
+from tilewise.arch import ARCHS
+from tilewise.testing.compile_hopper_terms import TERMS
+
+# (instructions of the longest main loop, with what free tiles branch around, bytes of spills, accesses to spilled registers in the
+# loop) that Triton 3.9.0 made, by kernel and head_dim and the name of the terms.
+BUDGETS: dict[tuple[str, int], dict[str, tuple[int, int, int]]] = {
+    ("fwd", 64): {
+        "sink": (306, 0, 0), "softcap": (839, 0, 0), "alibi": (322, 0, 0), "both_sides": (366, 0, 0), "segment": (527, 0, 0),
+        "row": (505, 0, 0), "capped_alibi": (1093, 0, 0),
+    },
+    ("fwd", 128): {
+        "sink": (588, 0, 0), "softcap": (1624, 0, 0), "alibi": (612, 0, 0), "both_sides": (677, 0, 0), "segment": (574, 0, 0),
+        "row": (555, 0, 0), "capped_alibi": (1145, 0, 0),
+    },
+    ("fwd", 256): {
+        "sink": (387, 104, 0), "softcap": (920, 0, 0), "alibi": (404, 0, 0), "both_sides": (540, 0, 0), "segment": (703, 272, 5),
+        "row": (685, 384, 7), "capped_alibi": (1285, 364, 8),
+    },
+    ("dkdv", 64): {
+        "softcap": (473, 0, 0), "alibi": (367, 0, 0), "both_sides": (443, 0, 0), "segment": (340, 312, 0), "row": (339, 332, 0),
+        "capped_alibi": (576, 0, 0),
+    },
+    ("dkdv", 128): {
+        "softcap": (515, 344, 0), "alibi": (427, 436, 0), "both_sides": (476, 0, 0), "segment": (396, 292, 0),
+        "row": (390, 340, 0), "capped_alibi": (647, 536, 7),
+    },
+    ("dkdv", 256): {
+        "softcap": (426, 240, 0), "alibi": (282, 60, 0), "both_sides": (357, 0, 0), "segment": (282, 112, 0),
+        "row": (282, 188, 0), "capped_alibi": (570, 756, 20),
+    },
+    ("dq", 64): {
+        "softcap": (496, 0, 0), "alibi": (663, 0, 0), "both_sides": (586, 0, 0), "segment": (473, 0, 0), "row": (450, 0, 0),
+        "capped_alibi": (705, 0, 0),
+    },
+    ("dq", 128): {
+        "softcap": (539, 0, 0), "alibi": (709, 0, 0), "both_sides": (628, 0, 0), "segment": (515, 0, 0), "row": (495, 0, 0),
+        "capped_alibi": (747, 0, 0),
+    },
+    ("dq", 256): {
+        "softcap": (641, 528, 60), "alibi": (497, 28, 0), "both_sides": (457, 0, 0), "segment": (611, 392, 44),
+        "row": (583, 144, 14), "capped_alibi": (910, 1152, 176),
+    },
+}
+SLACK = 1.03
+SPILL_SLACK = 1.1
+HEAD_DIMS = (64, 128, 256)
+
+
+def complaints(report):
+    """What is wrong with a kernel: nothing, if it may ship."""
+    wrong = []
+    loop, spill, inside = BUDGETS[report["kernel"], report["head_dim"]].get(report["mask"], (0, 0, 0))
+    found = report["loop"] if report["kernel"] == "fwd" else max(report["free_loops"], default=0)
+    accesses = report["loop_spills"] if report["kernel"] == "fwd" else report["free_spills"]
+    if report["shared"] > min(report.get("predicted", 1 << 30), ARCHS["sm_90"].shared_memory):
+        wrong.append(f"{report['shared']} bytes of shared memory, {report.get('predicted')} predicted")
+    if not 0 <= report["spill"] <= SPILL_SLACK * spill:
+        wrong.append(f"{report['spill']} bytes of spills")
+    if accesses > inside:
+        wrong.append(f"{accesses} accesses to spilled registers in the main loop")
+    if report["serialized"]:
+        wrong.append("matrix products are serialized")
+    if not 0 < found <= SLACK * loop:
+        wrong.append(f"a main loop of {found} instructions")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def reports():
+    processes = [start("-m", "tilewise.testing.compile_hopper_terms", str(head_dim)) for head_dim in HEAD_DIMS]
+    return [report for process in processes for report in reports_of(process)]
+
+
+def test_every_kernel_compiles_within_its_budget(reports):
+    wrong = {str(report): complaints(report) for report in reports if complaints(report)}
+    assert not wrong, "\n".join(f"{report}: {what}" for report, what in wrong.items())
+
+
+def test_every_kernel_was_compiled(reports):
+    seen = {(r["kernel"], r["head_dim"], r["mask"]) for r in reports}
+    assert seen == {(kernel, dim, name) for kernel in ("fwd", "dkdv", "dq") for dim in HEAD_DIMS for name in TERMS} - {
+        (kernel, dim, "sink") for kernel in ("dkdv", "dq") for dim in HEAD_DIMS
+    }
+
+
+def test_a_kernel_beyond_its_budget_is_caught(reports):
+    report = next(r for r in reports if r["kernel"] == "fwd" and r["mask"] == "softcap")
+    assert complaints({**report, "loop": 2 * report["loop"]})
+    assert complaints({**report, "loop_spills": 100})
+    assert complaints({**report, "serialized": True})
