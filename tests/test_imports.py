@@ -17,7 +17,7 @@ ROOT = Path(tilewise.__file__).parent
 # Each layer may import from itself and from the layers before it.
 LAYERS = (
     ("errors", "arch"),
-    ("spec", "terms", "masks", "bodies"),
+    ("spec", "terms", "masks", "bodies", "functions"),
     ("operands", "problem"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),

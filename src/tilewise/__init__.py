@@ -3,6 +3,7 @@
 from .api import attention, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
+from .functions import score_fn
 from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
@@ -37,6 +38,7 @@ __all__ = [
     "prefix_lm",
     "reference",
     "row_intervals",
+    "score_fn",
     "segments",
     "sink",
     "softcap",

@@ -10,6 +10,7 @@ import torch
 
 from .backends import module_of
 from .errors import InvalidInput
+from .functions import check_fresh as check_function
 from .ops import attention_op, attention_plain, is_plain
 from .plan import MaskTensors, check_fresh, made_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
@@ -48,6 +49,8 @@ def _check_tensors_of(spec: Spec) -> None:
     for slot, t in zip(SLOTS, spec.tensors, strict=True):
         if t is not None:
             check_kind(slot, t, "that broadcasts over the call")
+    if spec.function is not None and not torch.compiler.is_compiling():
+        check_function(spec)
     if spec.plan and not torch.compiler.is_compiling():
         check_fresh(spec)
 
@@ -155,13 +158,14 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     plain = is_plain(q, k, v)
-    tensors = NO_TENSORS
+    tensors, bare = NO_TENSORS, True
     if plain and spec is None:
         mask = _known_mask(causal, window, align)
     else:
         whole = _spec(causal, window, align, spec)
         _check_tensors_of(whole)
         mask, tensors = str(whole), whole.tensors
+        bare = whole.function is None and all(t is None for t in tensors)
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -175,7 +179,7 @@ def attention(
         check_precision(precision, "float32")
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    if plain and (tensors is NO_TENSORS or all(t is None for t in tensors)):
+    if plain and bare:
         o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
     else:
         o, lse = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from .errors import BackendRefused
+from .functions import function_of, names_function
 from .operands import DIMS, full_rank
-from .spec import SLOTS
+from .spec import FN_SLOTS, SLOTS, Spec
 
 __all__ = ["backward_rule", "forward_rule"]
 
@@ -46,6 +48,25 @@ def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
     return [*in_dims, *(None,) * (count - len(in_dims))]
 
 
+def _check_function(spec: str, dims: Sequence[Any]) -> None:
+    """Refuse what folding would change of a score function: the index of the batch, or tensors that each sample has to itself."""
+    if not names_function(spec):
+        return
+    function = function_of(Spec.parse(spec))
+    if function.uses_batch:
+        raise BackendRefused(
+            f"score function {function.name!r} reads its argument batch, which vmap would change: the mapped dim is folded into the "
+            "batch. Call attention on the batch of all samples instead."
+        )
+    own = [slot for slot, dim in zip(SLOTS, dims, strict=False) if slot in FN_SLOTS and dim is not None]
+    if own:
+        name = function.tensors[FN_SLOTS.index(own[0])]
+        raise BackendRefused(
+            f"vmap maps over tensor {name!r} of score function {function.name!r}, which cannot have one for each sample: give the whole "
+            "tensor, unmapped, or attend to the samples one by one."
+        )
+
+
 def _operands(args: Sequence[Any], dims: Sequence[Any], size: int, batch: int, grad: str) -> list[Any]:
     """The tensors of the spec, folded. Empty if the call names none."""
     if all(t is None for t in args):
@@ -67,6 +88,7 @@ def forward_rule(op: Any) -> Any:
         size, dims = info.batch_size, _dims(in_dims, 8 + len(SLOTS))
         args = (*args, *(None,) * (8 + len(SLOTS) - len(args)))
         batch = _sample(args[0], dims[0]).shape[0]
+        _check_function(args[3], dims[8:])
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         outputs = op(*folded, *args[3:8], *_operands(args[8:], dims[8:], size, batch, ""))
         return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
@@ -83,8 +105,9 @@ def backward_rule(op: Any) -> Any:
         batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
         folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
         rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
+        _check_function(args[7], dims[13:])
         operands = _operands(args[13:], dims[13:], size, batch, grad)
-        outputs = op(*folded, *args[7:12], *((rows, *operands) if operands else ()))
+        outputs = op(*folded, *args[7:12], *((rows, *operands) if operands or names_function(args[7]) else ()))
         results = [_unfolded(t, size) for t in outputs[:3]]
         for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
             if letter not in grad:

@@ -20,10 +20,11 @@ import torch
 from .backends import module_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
+from .functions import find, function_of, names_function
 from .operands import describe, full_rank
 from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_name, grad_letters, keeps_rows
 from .select import capability, choose
-from .spec import NO_TENSORS, SLOTS, Spec, Tensors
+from .spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
 
 __all__ = ["attention_op", "attention_plain", "is_plain"]
 
@@ -128,7 +129,7 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
     )
     if tensors is not NO_TENSORS:
-        key = (*key, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+        key = (*key, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
         problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors)
@@ -139,8 +140,9 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO
     return found
 
 
-def _tensors_of(given: tuple[torch.Tensor | None, ...]) -> Tensors:
-    return Tensors(*given) if any(t is not None for t in given) else NO_TENSORS
+def _tensors_of(given: tuple[torch.Tensor | None, ...], spec: str) -> Tensors:
+    """The tensors of a call. A spec with a function but without tensors takes the road of those that have some."""
+    return Tensors(*given) if names_function(spec) or any(t is not None for t in given) else NO_TENSORS
 
 
 def _views(tensors: Tensors) -> Tensors:
@@ -159,7 +161,7 @@ def _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad):
 
 
 def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     if tensors is NO_TENSORS:
         return *_forward_plain(q, k, v, spec, sm_scale, precision, backend, grad), _empty_rows(q, False)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, tensors=tensors)
@@ -177,7 +179,7 @@ def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
 def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
     if do is None:
         do = torch.zeros_like(o)
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
     grads = _empty_gradients(q, k, v, tensors, grad)
     if bound.is_empty:
@@ -208,13 +210,13 @@ def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     if backend != "auto":
         capability(backend)
     parsed = Spec.parse(spec)
-    describe(parsed, _tensors_of(given), q, k)
+    describe(parsed, _tensors_of(given, spec), q, k)
     return *_empty_outputs(q, v), _empty_rows(q, keeps_rows(parsed, grad))
 
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
 def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
-    return _empty_gradients(q, k, v, _tensors_of(given), grad)
+    return _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
 
 
 torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
@@ -233,6 +235,20 @@ def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
         return
     if any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise _refuse_derivative("forward-mode derivative (jvp)")
+
+
+def _refuse_trained(spec: str, given: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse tensors of a score function that require a gradient."""
+    if not names_function(spec) or not torch.is_grad_enabled():
+        return
+    trained = [slot for slot, t in zip(SLOTS, given, strict=False) if slot in FN_SLOTS and t is not None and t.requires_grad]
+    if trained:
+        function = function_of(Spec.parse(spec))
+        name = function.tensors[FN_SLOTS.index(trained[0])]
+        raise BackendRefused(
+            f"tensor {name!r} of score function {function.name!r} requires a gradient, and there is none for such tensors: give "
+            f"{name}.detach(), or make it a step that has one (tilewise.bias, tilewise.alibi)."
+        )
 
 
 def _refuse_functorch() -> None:
@@ -298,7 +314,7 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> 
         return nothing
     apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
     q, k, v, o, lse, *more = ctx.saved_tensors
-    given = more if any(t is not None for t in more[1:]) else ()
+    given = more if any(t is not None for t in more[1:]) or names_function(ctx.arguments[0]) else ()
     grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
     wanted = [g if name in grad else None for name, g in zip(GRADIENTS, grads, strict=True)]
     return (*wanted[:differentiable], *nothing[differentiable:])
@@ -371,6 +387,7 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
     """
     _refuse_functorch()
     _refuse_tangents(q, k, v, *given)
+    _refuse_trained(spec, given)
     found = ""
     if torch.is_grad_enabled():
         needs = (t is not None and t.requires_grad for t in (q, k, v, *given[: len(GRADIENTS) - 3]))
@@ -404,7 +421,9 @@ def attention_op(
         o, lse, _ = _FORWARD(*args)
     elif torch._C._are_functorch_transforms_active():
         # Whether a transform outside wants a gradient is not to be seen from here.
-        grad = "b" if tensors.bias is not None else ""
+        _refuse_trained(spec, tensors)
+        function = find(Spec.parse(spec).function or "")
+        grad = "q" if tensors.bias is not None or (function is not None and function.differentiable) else ""
         o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
     else:
         # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.

@@ -25,13 +25,14 @@ from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
 from .gauntlet import GAUNTLET
+from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_terms import TERM_MUTANTS
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
-MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *FUNCTION_MUTANTS)
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
 
