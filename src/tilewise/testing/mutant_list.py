@@ -670,7 +670,7 @@ _SCORES = (
         "softcap or 0.0)",
         ("softcap",),
     ),
-    Mutant("softcap_slope", "the derivative is 1 - t", SCORES, "slope = softcap_slope(t)", "slope = (1.0 - t)", ("softcap",)),
+    Mutant("softcap_slope", "the derivative is 1 - t", SCORES, "by = softcap_slope(t)", "by = 1.0 - t", ("softcap",)),
     Mutant(
         "steps_sorted",
         "the order of the steps is lost",

@@ -85,8 +85,9 @@ def scored(
         if STEPS[i] == "softcap":
             t = tanh(s * score[0][1], tl.float32 == DTYPE)
             s = t * score[0][0]
-            slope = softcap_slope(t) * slope
-            late = softcap_slope(t) * late
+            by = softcap_slope(t)
+            slope = by * slope
+            late = by * late
         elif STEPS[i] == "alibi":
             at = score[1][0] + batch.to(tl.int64) * score[1][1][0] + head.to(tl.int64) * score[1][1][1]
             by = tl.load(at).to(tl.float32)
@@ -127,10 +128,10 @@ def scored(
 @triton.jit
 def before(ds, slope, score):
     """The gradient of scores before steps whose derivative is ``slope``. Where a key has no weight that may be anything."""
-    ds_before = ds * slope
-    if score[3] is not None:
-        ds_before = tl.where(ds == 0.0, 0.0, ds_before)
-    return ds_before
+    if score[3] is None:
+        return ds * slope
+    else:
+        return tl.where(ds == 0.0, 0.0, ds * slope)
 
 
 @triton.jit
