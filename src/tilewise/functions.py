@@ -72,7 +72,8 @@ class ScoreFunction:
     def _checked(self, out: Any, s: torch.Tensor, what: str) -> torch.Tensor:
         if not isinstance(out, torch.Tensor):
             out = torch.as_tensor(out, dtype=s.dtype, device=s.device)
-        if not out.is_floating_point() or torch.broadcast_shapes(out.shape, s.shape) != s.shape:
+        fits = out.dim() <= s.dim() and all(n in (1, m) for n, m in zip(reversed(out.shape), reversed(s.shape), strict=False))
+        if not out.is_floating_point() or not fits:
             raise InvalidInput(
                 f"the {what} of score function {self.name!r} returned {out.dtype} of shape {tuple(out.shape)} for scores of shape "
                 f"{tuple(s.shape)}: it must be elementwise, on arguments that broadcast (of any number of dims)."

@@ -89,9 +89,11 @@ def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     except (AttentionError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        own = problem.spec.function
+        hint = "" if own is None else f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n"
         raise BackendBroken(
             f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
-            f"Problem: {problem}"
+            f"{hint}Problem: {problem}"
         ) from error
 
 

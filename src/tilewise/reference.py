@@ -79,9 +79,9 @@ def _own(spec: Spec, s: torch.Tensor, tensors: Tensors) -> torch.Tensor:
     s = s.clone()
     out = function_of(spec).scores(s, *places_of(spec, s, tensors))
     if s.requires_grad and out.requires_grad:
-        nothing: list[torch.Tensor] = []
-        out.register_hook(lambda g: nothing.append(g == 0))
-        s.register_hook(lambda g: torch.where(nothing.pop(), 0.0, g))
+        back: list[torch.Tensor | None] = []  # the gradient of out, on its way
+        out.register_hook(back.append)
+        s.register_hook(lambda g: g if g is None or (after := back.pop()) is None else torch.where(after == 0, 0.0, g))
     return out
 
 
