@@ -175,12 +175,11 @@ class _Reader:
         if code is None:
             self.text.append(f"{type(thing).__qualname__} {id(thing)}")
             return
+        self.text.append(_code_text(code))
         if _is_jit(thing):
             # Triton compiles the text. Its own key knows all that it would compile anew for.
             self.text.append(getattr(thing, "src", None) or inspect.getsource(function))
             self.text.append(str(getattr(thing, "cache_key", "")))
-        else:
-            self.text.append(_code_text(code))
         self.text.append(repr((function.__defaults__, function.__kwdefaults__)))
         names = set(_names(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -198,7 +197,7 @@ class _Reader:
                     self._value(f"{name}.{inner}", vars(value)[inner], names - {inner})
             return False
         if _is_jit(value) or isinstance(value, types.FunctionType):
-            if (value.__module__ or "").partition(".")[0] in _KNOWN_LIBRARIES:
+            if (_function(value).__module__ or "").partition(".")[0] in _KNOWN_LIBRARIES:
                 return False
             self.text.append(name)
             self.read(value)
