@@ -91,7 +91,7 @@ def _dkdv_tiles(
             lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
             s_t, slope, _ = scored(
                 qk_t * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "",
             )  # fmt: skip
             p_t = weights(s_t, lse2[None, :], log_l[None, :], NATURAL)
         else:

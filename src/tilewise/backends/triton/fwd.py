@@ -59,7 +59,7 @@ def _fwd_tiles(
         if len(STEPS) > 0:
             s, _, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "",
             )  # fmt: skip
         if NATURAL:
             p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)

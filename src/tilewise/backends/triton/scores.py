@@ -68,7 +68,7 @@ def load_bias(
 def scored(
     s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k,
     KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
-    DTYPE: tl.constexpr, OF: tl.constexpr = "",
+    DTYPE: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """``(scores after the steps, derivative of all steps, derivative of those after the step OF)`` of a tile [queries, keys], or
     [keys, queries] if KEYS_FIRST.
