@@ -1,7 +1,9 @@
 """``tilewise check``: its work, rows, table and exit status; the judging of inputs too large for a dense oracle."""
 
 import json
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tilewise.testing import check, large
 from tilewise.testing.calls import evaluate, fit, random_call
 from tilewise.testing.check import REFUSED, Job
 from tilewise.testing.large import Large
+from tilewise.testing.pool import in_processes
 from tilewise.testing.tolerance import Result, raise_if_failed
 
 QUICK = ["check", "--quick", "--backend", "reference", "--random", "2"]
@@ -98,11 +101,40 @@ def test_command_fails_on_a_broken_backend(monkeypatch, capsys):
     assert "ragged_full" not in out
 
 
+def trouble():
+    """Jobs that pass, raise, end their process, and never end."""
+    work = {"passes": lambda: [], "raises": lambda: 1 // 0, "ends": lambda: os._exit(7), "hangs": lambda: time.sleep(600)}
+    made = [Job("torch", "float32", name, run, 1 if name == "passes" else 0) for name, run in work.items()]
+    return [*made, *(Job("torch", "float32", f"also {i}", lambda: [Result("x", "o", 0.0, 1.0, True)]) for i in range(4))]
+
+
+def test_processes_outlive_a_crash_and_a_hang():
+    rows = {job.name: made for job, made in in_processes(trouble, torch.device("cpu"), 2, 2.0)}
+    assert set(rows) == {job.name for job in trouble()}
+    assert rows["passes"][0].skipped == REFUSED
+    assert "ZeroDivisionError" in rows["raises"][0].where
+    assert rows["ends"][0].where == "its process ended with status 7"
+    assert "not done after 2 s" in rows["hangs"][0].where
+    assert [rows[f"also {i}"][0].output for i in range(4)] == ["o"] * 4
+
+
+def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys):
+    made = []
+    for jobs in ("1", "2"):
+        path = tmp_path / f"{jobs}.json"
+        assert main([*QUICK, "--jobs", jobs, "--json", str(path)]) == 0
+        rows = json.loads(path.read_text())["rows"]
+        made.append(sorted((r["name"], r["dtype"], r["pass"], r["error"]) for r in rows))
+    assert made[0] == made[1]
+    assert "reference  float32   thin_window" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
         (["--backend", "flash"], "backend is 'flash'"),
         (["--device", "gpu"], "--device is 'gpu'"),
+        (["--jobs", "0"], "--jobs is 0"),
         (["--json", "/no/such/folder/x.json"], "--json is"),
     ],
 )

@@ -29,7 +29,7 @@ __all__ = ["Launch", "Plan", "broadcast_strides"]
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 UNIFORM = KNOWN[1:]
 # Those of them whose kept launches have run on a GPU. The others take the ordinary road until theirs have.
-PROVEN = ((3, 9),)
+PROVEN = ((3, 6), (3, 9))
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 

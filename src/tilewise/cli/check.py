@@ -9,7 +9,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ _EXAMPLES = """\
 examples:
   tilewise check                          every backend that takes this machine's device
   tilewise check --quick                  two dtypes, small inputs: about a minute
+  tilewise check --jobs 16                the whole of it in 16 processes: kernels compile side by side
   tilewise check --backend triton --random 1000 --seed 7
   tilewise check --quick --repeats 200    200 repeats under load, o, lse, dq, dk and dv equal bit for bit
   TRITON_INTERPRET=1 tilewise check --device cpu --backend triton     Triton's kernels, interpreted on the CPU
 
 exit status: 0 every input passed, 1 one failed, 2 bad arguments
 """
+
+
+_COLUMNS = f"{'dtype':<9} {'input':<70} {'pass':<9} {'output':<6} {'error':>9} {'bound':>9}  seconds"
 
 
 def _count(text: str) -> int:
@@ -72,6 +77,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--configs", action="store_true", help="also every legal config of the backward kernels (GPU; minutes)")
     parser.add_argument(
         "--failures", action="store_true", help="print the lines that failed or were skipped, and the summary, only"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="work in N processes (default 1: this one); a crash or a hang then costs one input. Lines come as inputs are done",
+    )
+    parser.add_argument(
+        "--limit", type=_count, default=300, metavar="S", help="with --jobs: seconds that one input may take (default 300)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write every line to FILE")
     parser.set_defaults(func=run)
@@ -188,23 +203,37 @@ def _left_out(device: Any, names: list[str], wanted: list[str] | None) -> list[t
     return out
 
 
-def _checked(work: Iterable[Any], device: Any, progress: _Progress, hidden: set[str] | None) -> list[Any]:
-    rows: list[Any] = []
+def _in_turn(work: list[Any], device: Any, progress: _Progress) -> Iterator[tuple[Any, list[Any]]]:
+    """Every job with its rows, in order, with a heading for each backend."""
     backend = ""
     for done, job in enumerate(work):
         if job.backend != backend:
             backend = job.backend
             progress.clear()
-            print(
-                f"\n{backend}\n{'dtype':<9} {'input':<70} {'pass':<9} {'output':<6} {'error':>9} {'bound':>9}  seconds", flush=True
-            )
+            print(f"\n{backend}\n{_COLUMNS}", flush=True)
         progress.show(done, f"{job.backend} {job.dtype} {job.name}")
-        made = job.rows(device)
-        rows += made
+        yield job, job.rows(device)
+
+
+def _at_once(build: Any, device: Any, args: argparse.Namespace, progress: _Progress) -> Iterator[tuple[Any, list[Any]]]:
+    """Every job with its rows, as processes have done them."""
+    from ..testing.pool import in_processes
+
+    print(f"\n{'backend':<10} {_COLUMNS}", flush=True)
+    for done, (job, rows) in enumerate(in_processes(build, device, args.jobs, args.limit), 1):
+        progress.show(done, f"{job.backend} {job.dtype} {job.name}")
+        yield job, rows
+
+
+def _checked(made: Iterable[tuple[Any, list[Any]]], progress: _Progress, hidden: set[str] | None, named: bool) -> list[Any]:
+    """All rows; those that are not hidden are printed, with their backend if ``named``."""
+    rows: list[Any] = []
+    for _, some in made:
+        rows += some
         progress.clear()
-        for row in made:
+        for row in some:
             if hidden is None or not row.ok or (row.skipped and row.skipped not in hidden):
-                print(_line(row), flush=True)
+                print(f"{row.backend:<10} {_line(row)}" if named else _line(row), flush=True)
     return rows
 
 
@@ -215,7 +244,10 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).resolve().parent, os.W_OK)):
         raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
-    work = jobs(args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
+    if args.jobs < 1 or args.limit < 1:
+        raise InvalidInput(f"--jobs is {args.jobs} and --limit is {args.limit}: expected 1 or more of each.")
+    build = partial(jobs, args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
+    work = build()
     header = _header(device, args)
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
@@ -228,8 +260,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(work)} inputs on {', '.join(names)}; seed {args.seed}")
     for name, reason in _left_out(device, names, args.backend):
         print(f"not checked: {name}: {reason}")
-    rows = _checked(work, device, _Progress(len(work)), {REFUSED} if args.failures else None)
-    print("\nsummary")
+    progress = _Progress(len(work))
+    hidden = {REFUSED} if args.failures else None
+    start = time.monotonic()
+    if args.jobs == 1:
+        rows = _checked(_in_turn(work, device, progress), progress, hidden, False)
+    else:
+        rows = _checked(_at_once(build, device, args, progress), progress, hidden, True)
+    print(f"\nsummary, after {time.monotonic() - start:.0f} s")
     for name in names:
         print(_summary(name, [r for r in rows if r.backend == name]))
     failed = [r for r in rows if not r.ok]

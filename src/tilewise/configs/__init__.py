@@ -96,6 +96,19 @@ def splits_dkdv(problem: Problem) -> bool:
     return wide > (64 if problem.itemsize > 2 else 128)
 
 
+def _misadded(problem: Problem) -> bool:
+    """Would an old compiler get a product of warpgroups wrong?
+
+    The ptxas 12.8 in the wheels of Triton 3.6 and 3.7 miscompiles the sum that makes the second and later shared-memory descriptors
+    of such a product, in kernels that load tiles by pointers and cut columns off both of them: seen at head_dim 100 with head_dim_v
+    3, 4, 8, 12 and 17. ptxas 12.9, in the wheel of Triton 3.8, gets all of them right.
+    """
+    p, version = problem, problem.runtime.triton
+    if p.arch.name != "sm_90" or version is None or version >= (3, 8) or p.bulk:
+        return False
+    return padded(p.head_dim) != p.head_dim or padded(p.head_dim_v) != p.head_dim_v
+
+
 def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
     """Why this config may not run this problem; None if it may. The one statement of legality."""
     _, _, has_upper, _ = problem.bounds
@@ -104,6 +117,9 @@ def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
             return f"{name} is {size}, expected a power of two of at least 16"
     if pass_ not in KEYS_RESIDENT and has_upper and config.block_m < config.block_n:
         return f"block_m {config.block_m} < block_n {config.block_n} under a causal bound: the diagonal tile would spill over"
+    rows = config.block_n if pass_ in KEYS_RESIDENT else config.block_m
+    if rows >= 64 and _misadded(problem):
+        return f"Triton {problem.runtime.triton} gets products of {rows} rows wrong for columns that no power of two counts"
     limit = problem.arch.shared_memory
     need = shared_memory(problem, pass_, config)
     if limit and need > limit:

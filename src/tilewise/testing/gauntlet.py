@@ -284,6 +284,12 @@ GAUNTLET: tuple[Entry, ...] = (
     ),
     Entry("mqa", "the same with one key head", (2, 5, 1, 66, 70, 16, 16)),
     Entry(
+        "two_odd_head_dims",
+        "descriptors of shared memory that an old assembler adds up wrong where columns are cut off keys and values (Triton 3.6)",
+        (1, 5, 1, 127, 256, 100, 3),
+        Spec(upper=0, lower=1, align="top_left"),
+    ),
+    Entry(
         "odd_head_dims",
         "columns beyond head_dim; head_dim_v that is taken for head_dim; a key block read transposed",
         (1, 2, 1, 67, 70, 20, 50),

@@ -350,7 +350,7 @@ def launch_dbias(
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
-    own = {"SUM_Q": queries, "SUM_K": keys, "FLAT": flat}
+    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
     shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED")}
     plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
     return plan.launch(q, k, v, do, grad, lse, delta)

@@ -99,7 +99,7 @@ def _dkdv_tiles(
             p_t = tl.math.exp2(qk_t * qk_scale2 - lse2[None, :])
         if MASKED:
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-            if mask is not None:
+            if tiles is not None:
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
@@ -141,7 +141,9 @@ def _dkdv_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER
     )
-    of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+    of_key = None
+    if table is not None:
+        of_key = key_terms(mask, batch, kv_pos, seqlen_k)
     for member in range(group):
         head = head_kv * group + member
         head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
@@ -206,7 +208,7 @@ def _dq_tiles(
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-            if mask is not None:
+            if tiles is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
             p = tl.where(ok, p, 0.0)
@@ -250,9 +252,10 @@ def _dq_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    of_query = None
     tiles = None
     if table is not None:
+        of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
         dq, dslope = _dq_tiles(

@@ -18,7 +18,7 @@ def _dbias_kernel(
     mask, score, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2,
     bias_heads, over_batch, over_heads, m_blocks, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, FLAT: tl.constexpr,
+    MASKS: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -63,7 +63,7 @@ def _dbias_kernel(
         )
         p = weights(s, pivot[:, None], log_l[:, None], NATURAL)
         ok = allowed((q_start + offs_m)[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-        if mask is not None:
+        if MASKS:
             of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
             of_key = key_terms(mask, batch, kv_pos, seqlen_k)
             ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)

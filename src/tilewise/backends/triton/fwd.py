@@ -6,7 +6,7 @@ Invariant after every key tile: ``m_i`` is the maximum of the scores visited so 
 ``acc = sum exp2(s2 - m_i) v`` over the same keys. All three are float32, whatever the inputs are.
 
 The key tiles of a query tile fall into masked edge | free middle | masked edge (``bodies.tile_range``). Tiles outside are never
-visited, and all three parts run the same step. Where terms of the mask are tensors (``mask`` is not None), a list holds the free
+visited, and all three parts run the same step. Where terms of the mask are tensors, ``table`` has a list with the free
 tiles of a query tile and then its masked ones (``plan.BlockTable``).
 """
 
@@ -53,7 +53,7 @@ def _fwd_tiles(
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
-            if mask is not None:
+            if tiles is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
@@ -105,9 +105,10 @@ def _fwd_kernel(
     lo, free_lo, free_hi, hi = tile_range(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
-    of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
+    of_query = None
     tiles = None
     if table is not None:
+        of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
         acc, l_i, m_i = _fwd_tiles(

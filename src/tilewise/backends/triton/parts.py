@@ -108,25 +108,25 @@ def store_tile(
 def query_terms(mask, batch, head, offs_m, seqlen_q):
     """What the mask's tensors say of the queries ``offs_m``: ``(segment, row_start, row_end)``, [BLOCK_M] each, 0 if there is none.
 
-    ``mask`` is None, or holds (segment_q, segment_k, row_start, row_end, dense), each None where the spec has no such term, and
-    their strides.
+    ``mask`` holds (segment_q, segment_k, row_start, row_end, dense), each None where the spec has no such term, and their strides.
+    It is None where no term of the mask is a tensor; then there is no table either, and that is what kernels ask: Triton 3.6 cannot
+    compare with None what has a None inside.
     """
     segment = 0
     row_start = 0
     row_end = 0
-    if mask is not None:
-        tensors = mask[0]
-        strides = mask[1]
-        rows = offs_m < seqlen_q
-        batch = batch.to(tl.int64)
-        head = head.to(tl.int64)
-        if tensors[0] is not None:
-            segment = tl.load(tensors[0] + batch * strides[0][0] + offs_m * strides[0][1], mask=rows, other=0)
-        if tensors[2] is not None:
-            start_at = batch * strides[2][0] + head * strides[2][1] + offs_m * strides[2][2]
-            end_at = batch * strides[3][0] + head * strides[3][1] + offs_m * strides[3][2]
-            row_start = tl.load(tensors[2] + start_at, mask=rows, other=0)
-            row_end = tl.load(tensors[3] + end_at, mask=rows, other=0)
+    tensors = mask[0]
+    strides = mask[1]
+    rows = offs_m < seqlen_q
+    batch = batch.to(tl.int64)
+    head = head.to(tl.int64)
+    if tensors[0] is not None:
+        segment = tl.load(tensors[0] + batch * strides[0][0] + offs_m * strides[0][1], mask=rows, other=0)
+    if tensors[2] is not None:
+        start_at = batch * strides[2][0] + head * strides[2][1] + offs_m * strides[2][2]
+        end_at = batch * strides[3][0] + head * strides[3][1] + offs_m * strides[3][2]
+        row_start = tl.load(tensors[2] + start_at, mask=rows, other=0)
+        row_end = tl.load(tensors[3] + end_at, mask=rows, other=0)
     return segment, row_start, row_end
 
 
@@ -134,12 +134,11 @@ def query_terms(mask, batch, head, offs_m, seqlen_q):
 def key_terms(mask, batch, offs_n, seqlen_k):
     """What the mask's tensors say of the keys ``offs_n``: their segment, [BLOCK_N], 0 if there is none."""
     segment = 0
-    if mask is not None:
-        tensors = mask[0]
-        strides = mask[1]
-        if tensors[1] is not None:
-            at = batch.to(tl.int64) * strides[1][0] + offs_n * strides[1][1]
-            segment = tl.load(tensors[1] + at, mask=offs_n < seqlen_k, other=0)
+    tensors = mask[0]
+    strides = mask[1]
+    if tensors[1] is not None:
+        at = batch.to(tl.int64) * strides[1][0] + offs_n * strides[1][1]
+        segment = tl.load(tensors[1] + at, mask=offs_n < seqlen_k, other=0)
     return segment
 
 

@@ -1,0 +1,61 @@
+"""Tile sizes of the ``triton`` backend: what is legal, and that every lookup is."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tilewise
+from tilewise import configs
+from tilewise.arch import Runtime
+from tilewise.configs import Config
+from tilewise.problem import Problem
+
+ODD = "dtype=float16 heads=5/1 seqlen=127x256 head_dim=100/3 mask=upper:0,lower:1,align:top_left arch=sm_90"
+
+
+def problem(text, triton):
+    return Problem.parse(text, software=Runtime(triton))
+
+
+@pytest.mark.parametrize("triton", [(3, 6), (3, 7)])
+def test_an_old_assembler_gets_no_products_of_warpgroups_with_cut_columns(triton):
+    odd = problem(f"{ODD} layout=strided", triton)
+    for name in (*configs.PASSES, "dbias"):
+        config = configs.lookup(odd, name)
+        rows = config.block_n if name in configs.KEYS_RESIDENT else config.block_m
+        assert rows < 64  # warpgroups multiply 64 rows at least
+        assert configs.illegal(odd, name, config) is None
+    assert "gets products of 64 rows wrong" in configs.illegal(odd, "fwd", Config(64, 64, 4, 2))
+
+
+@pytest.mark.parametrize(
+    "text, triton",
+    [
+        (f"{ODD} layout=strided", (3, 8)),
+        (ODD, (3, 6)),
+        (f"{ODD} layout=strided".replace("sm_90", "sm_100"), (3, 6)),
+        (f"{ODD} layout=strided".replace("100/3", "128/16"), (3, 6)),
+    ],
+    ids=["a newer assembler", "tiles by descriptor", "another processor", "whole columns"],
+)
+def test_others_keep_their_configs(text, triton):
+    assert configs.illegal(problem(text, triton), "fwd", Config(64, 64, 4, 2)) is None
+
+
+def test_no_kernel_compares_a_tuple_that_may_hold_a_none_with_none():
+    """Triton 3.6 raises there; a pointer, or a tuple of pointers, may be compared."""
+    found = []
+    for path in (Path(tilewise.__file__).parent / "backends" / "triton").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or not any("jit" in ast.unparse(d) for d in function.decorator_list):
+                continue
+            found += [
+                f"{path.name}: {ast.unparse(node)}"
+                for node in ast.walk(function)
+                if isinstance(node, ast.Compare)
+                and isinstance(node.comparators[0], ast.Constant)
+                and node.comparators[0].value is None
+                and ast.unparse(node.left) in ("mask", "tensors", "strides", "score")
+            ]
+    assert not found
