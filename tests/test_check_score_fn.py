@@ -55,14 +55,20 @@ def hides_more(score, batch, head, q_pos, kv_pos):
 
 
 WRONG = {
-    "fn": (lambda: of(twin=lambda s, b, h, q, k: s * s * 0.1, name="f"), r"fn on tiles .* is .* and the twin .* at score .*, head 1,"),
+    "fn": (
+        lambda: of(twin=lambda s, b, h, q, k: s * s * 0.1, name="f"),
+        r"fn on tiles .* is .* and the twin .* at score .*, head 1,",
+    ),
     "derivative": (
         lambda: of(derivative=1.0),
         r"derivative=1\.0 is 1 and the finite difference of the twin is .* at score",
     ),
     "triton derivative": (lambda: of(derivative=squared), r"derivative on tiles \[queries, keys\] is .* the finite difference"),
     "twin derivative": (lambda: of(twin_derivative=lambda s, *_: s), r"twin_derivative is .* and the finite difference"),
-    "detached twin": (lambda: of(twin=lambda s, b, h, q, k: s.detach().square() * 0.1 + h, name="f"), r"autograd is 0 and the finite"),
+    "detached twin": (
+        lambda: of(twin=lambda s, b, h, q, k: s.detach().square() * 0.1 + h, name="f"),
+        "autograd is 0 and the finite",
+    ),
     "order of dims": (
         lambda: of(by_lanes, twin=lambda s, b, h, q, k: s + (q - 16) % 16 % 4, derivative=1.0, name="f"),
         r"fn on tiles \[keys, queries\] is",

@@ -230,7 +230,7 @@ def test_a_spec_round_trips():
 
 
 def test_a_spec_has_one_function():
-    with pytest.raises(tw.InvalidInput, match="both have fn: a spec has at most one. Write one function that does both"):
+    with pytest.raises(tw.InvalidInput, match=r"both have fn: a spec has at most one. Write one function that does both"):
         indexed_spec() & doubled_spec()
 
 
@@ -268,7 +268,7 @@ def test_a_function_without_a_derivative_has_no_gradient():
     q, k, v = (t.clone() for t in (Q, K, V))
     for backend in BACKENDS:
         close(tw.attention(q, k, v, spec=spec, backend=backend), tw.reference(q, k, v, spec)[0])
-        with pytest.raises(tw.BackendRefused, match="'forward_only' has no derivative: give tilewise.score_fn one, or 1.0"):
+        with pytest.raises(tw.BackendRefused, match=r"'forward_only' has no derivative: give tilewise.score_fn one, or 1.0"):
             tw.attention(q.clone().requires_grad_(), k, v, spec=spec, backend=backend)
         leaf = v.clone().requires_grad_()
         tw.attention(q, k, leaf, spec=spec, backend=backend).sum().backward()
@@ -403,7 +403,10 @@ ONE = torch.ones(3)
 MEANINGLESS = {
     "no triton function": (lambda: tw.score_fn(same, twin=same), r"fn must be a @triton.jit function, got .* of type function"),
     "no twin": (lambda: tw.score_fn(doubled, twin=doubled), "twin must be a function of PyTorch tensors"),
-    "arity": (lambda: tw.score_fn(short, twin=same), r"fn takes \(score, batch, head, q_pos\), expected \(score, batch, head, q_pos, kv"),
+    "arity": (
+        lambda: tw.score_fn(short, twin=same),
+        r"fn takes \(score, batch, head, q_pos\), expected \(score, batch, head, q_pos, kv",
+    ),
     "arity of twin": (
         lambda: tw.score_fn(indexed, twin=same, tensors={"table": TABLE}),
         r"twin takes \(score, .*\), expected .* one for each of the 1 tensors: table",
@@ -425,8 +428,14 @@ MEANINGLESS = {
         lambda: tw.score_fn(pair, twin=lambda s, x, h, q, k, b, a: s, tensors={"a": ONE, "b": ONE}),
         "twin takes the tensors in the order b, a, but fn in the order a, b",
     ),
-    "number": (lambda: tw.score_fn(doubled, twin=same, derivative=2.0), "derivative is 2.0, expected a @triton.jit function, or 1.0"),
-    "derivative of pytorch": (lambda: tw.score_fn(doubled, twin=same, derivative=same), "derivative must be a @triton.jit function"),
+    "number": (
+        lambda: tw.score_fn(doubled, twin=same, derivative=2.0),
+        r"derivative is 2\.0, expected a @triton.jit function, or 1\.0",
+    ),
+    "derivative of pytorch": (
+        lambda: tw.score_fn(doubled, twin=same, derivative=same),
+        r"derivative must be a @triton\.jit function",
+    ),
     "too many": (
         lambda: tw.score_fn(None, twin=lambda *_: 0, tensors={f"t{i}": ONE for i in range(5)}, name="f"),
         "at most 4 tensors, got 5",

@@ -1,4 +1,4 @@
-"""Edited score functions never meet what was made for their older selves: in one process, and across processes with a warm cache."""
+"""Edited score functions never meet what was made for their older selves: in one process, and across some with a warm cache."""
 
 from __future__ import annotations
 
@@ -166,8 +166,9 @@ out = {}
 for name, (_, launch) in compile_only.launches_of(problem).items():
     if name != "delta":
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-        code = "\\n".join(line for line in compiled.asm["ptx"].splitlines() if not line.lstrip().startswith((".loc", ".file", "//")))
-        out[name] = [compiled.hash, hashlib.sha256(code.partition(".section")[0].encode()).hexdigest()]
+        lines = compiled.asm["ptx"].partition(".section")[0].splitlines()
+        code = "\\n".join(line for line in lines if not line.lstrip().startswith((".loc", ".file", "//")))
+        out[name] = [compiled.hash, hashlib.sha256(code.encode()).hexdigest()]
 print(json.dumps(out))
 """
 

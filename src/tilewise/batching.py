@@ -55,15 +55,15 @@ def _check_function(spec: str, dims: Sequence[Any]) -> None:
     function = function_of(Spec.parse(spec))
     if function.uses_batch:
         raise BackendRefused(
-            f"score function {function.name!r} reads its argument batch, which vmap would change: the mapped dim is folded into the "
+            f"score function {function.name!r} reads its argument batch, which vmap would change: it folds the mapped dim into the "
             "batch. Call attention on the batch of all samples instead."
         )
     own = [slot for slot, dim in zip(SLOTS, dims, strict=False) if slot in FN_SLOTS and dim is not None]
     if own:
         name = function.tensors[FN_SLOTS.index(own[0])]
         raise BackendRefused(
-            f"vmap maps over tensor {name!r} of score function {function.name!r}, which cannot have one for each sample: give the whole "
-            "tensor, unmapped, or attend to the samples one by one."
+            f"vmap maps over tensor {name!r} of score function {function.name!r}, which cannot have one for each sample: give the "
+            "whole tensor, unmapped, or attend to the samples one by one."
         )
 
 

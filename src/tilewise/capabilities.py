@@ -146,11 +146,12 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if p.spec.function is not None and "fn" in c.terms:
         function = find(p.spec.function)
         if function is None:
-            no("function", f"this process has not registered the score function {p.spec.function}: build the spec with tilewise.score_fn")
+            no("function", f"this process has not registered the score function {p.spec.function}: use tilewise.score_fn")
         elif function.fn is None and c.triton is not None:
             no("function", f"score function {function.name!r} has no Triton function: give tilewise.score_fn an fn")
         elif not function.differentiable and set(p.grad) - set("vs"):
-            no("gradient", f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 if it is that everywhere")
+            text = f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 where it is that"
+            no("gradient", text)
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"

@@ -125,7 +125,7 @@ def function_of(spec: Spec) -> ScoreFunction:
     if found is None:
         raise InvalidInput(
             f"the spec names the score function {spec.function!r}, which this process has not registered: build the spec with "
-            "tilewise.score_fn. A spec's string holds the hash of a function and not the function, and an edited one has another hash."
+            "tilewise.score_fn. The string of a spec holds the hash of a function, not the function; an edited one has another."
         )
     return found
 
@@ -137,8 +137,8 @@ def check_fresh(spec: Spec) -> None:
         now = namespace.get(name)
         if now is not held and not _same(now, held):
             raise InvalidInput(
-                f"the score function {found.name!r} uses {name}, which has changed since tilewise.score_fn was called: call it again, "
-                "so that its kernels are made anew."
+                f"the score function {found.name!r} uses {name}, which has changed since tilewise.score_fn was called: call that "
+                "again, so that kernels are made anew."
             )
 
 
@@ -240,13 +240,13 @@ def _tensor_names(what: str, thing: Any, given: tuple[str, ...]) -> tuple[str, .
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if _is_jit(thing) and (rest or any(p.default is not p.empty for p in parameters)):
-        raise InvalidInput(f"{what} has parameters with defaults or *args, expected plain ones: {_EXAMPLE} with each tensor by its name.")
+        raise InvalidInput(f"{what} has parameters with defaults or *args, expected {_EXAMPLE} with each tensor by its name.")
     own = tuple(plain[len(_POSITIONAL) :])
     wanted = len(_POSITIONAL) + len(given)
     if wrong or (len(plain) > wanted if rest else len(plain) != wanted):
         raise InvalidInput(
-            f"{what} takes ({', '.join((*plain, *wrong))}), expected {_EXAMPLE}: {len(_POSITIONAL)} arguments and one for each of the "
-            f"{len(given)} tensors{': ' + ', '.join(given) if given else ''}."
+            f"{what} takes ({', '.join((*plain, *wrong))}), expected {_EXAMPLE}: {len(_POSITIONAL)} arguments and one for each of "
+            f"the {len(given)} tensors{': ' + ', '.join(given) if given else ''}."
         )
     if set(own) == set(given) and own != given and not _is_jit(thing):
         raise InvalidInput(f"{what} takes the tensors in the order {', '.join(own)}, but fn in the order {', '.join(given)}.")
@@ -257,11 +257,12 @@ def _check_fn(what: str, thing: Any, given: tuple[str, ...]) -> tuple[str, ...]:
     """Check a Triton function and give the names of its tensors, which must be those that are given."""
     if not _is_jit(thing):
         raise InvalidInput(
-            f"{what} must be a @triton.jit function, got {thing!r} of type {type(thing).__name__}. A function of PyTorch goes into twin."
+            f"{what} must be a @triton.jit function, got {thing!r} of type {type(thing).__name__}. One of PyTorch goes into twin."
         )
     own = _tensor_names(what, thing, given)
     if set(own) != set(given):
-        raise InvalidInput(f"{what} takes the tensors {', '.join(own)}, but tensors holds {', '.join(given)}: the names must be the same.")
+        names = f"{', '.join(own)}, but tensors holds {', '.join(given)}"
+        raise InvalidInput(f"{what} takes the tensors {names}: the names must be the same.")
     return own
 
 
@@ -277,10 +278,10 @@ def score_fn(
 ) -> Spec:
     """Score step ``s -> fn(s, batch, head, q_pos, kv_pos, *tensors)``: a function of the user's own inside the kernels.
 
-    Elementwise: in a kernel ``score`` is a float32 tile (natural units, after sm_scale and the steps before), ``batch`` and ``head``
-    (of queries) are scalars, ``q_pos`` and ``kv_pos`` are int32 and broadcast to the tile. A result of ``-inf`` hides the key; a row
-    of nothing else sees no key. The function is also called for pairs that the mask hides, with what it says thrown away; positions
-    never lie beyond the ends of the sequences, so a load that is right for every pair of the call is right.
+    Elementwise: in a kernel ``score`` is a float32 tile (natural units, after sm_scale and the steps before), ``batch`` and
+    ``head`` (of queries) are scalars, ``q_pos`` and ``kv_pos`` are int32 and broadcast to the tile. A result of ``-inf`` hides the
+    key; a row of nothing else sees no key. The function is also called for pairs that the mask hides, and what it says of them is
+    thrown away; positions never lie beyond the ends of the sequences, so a load that is right for every pair of the call is right.
 
     Args:
         fn: a ``@triton.jit`` function ``(score, batch, head, q_pos, kv_pos, *tensors) -> score``. ``None``: there is none, and only
@@ -290,9 +291,9 @@ def score_fn(
         derivative: d fn / d score, a ``@triton.jit`` function with the arguments of fn; or 1.0 where fn only adds what does not
             depend on the score (or hides keys). ``None`` (the default): gradients through the step are refused.
         twin_derivative: the same in PyTorch. ``None`` (the default): autograd takes the derivative of twin.
-        tensors: up to 4, by the names that fn's parameters have after the first five. Each is contiguous and reaches fn as a pointer
-            to its first element, for loads with index arithmetic of its own; twin gets the tensor. Any dtype but bool and complex.
-            None of them gets a gradient, and one that requires it is refused.
+        tensors: up to 4, by the names that fn's parameters have after the first five. Each is contiguous and reaches fn as a
+            pointer to its first element, for loads with index arithmetic of its own; twin gets the tensor. Any dtype but bool and
+            complex. None of them gets a gradient, and one that requires it is refused.
         name: an identifier, for strings and messages. Default: that of fn, or of twin.
         align: which key the position of a query is counted from; that of the mask.
 
@@ -313,11 +314,12 @@ def score_fn(
     _tensor_names("twin", twin, names)
     constant = isinstance(derivative, int | float) and not isinstance(derivative, bool)
     if constant and derivative != 1:
-        raise InvalidInput(f"derivative is {derivative}, expected a @triton.jit function, or 1.0 where fn adds what the score has no say in.")
+        raise InvalidInput(f"derivative is {derivative}, expected a @triton.jit function, or 1.0 where fn only adds to the score.")
     if derivative is not None and not constant:
         own = _check_fn("derivative", derivative, names)
         if own != names:
-            raise InvalidInput(f"derivative takes the tensors in the order {', '.join(own)}, but fn in the order {', '.join(names)}.")
+            orders = f"{', '.join(own)}, but fn in the order {', '.join(names)}"
+            raise InvalidInput(f"derivative takes the tensors in the order {orders}.")
     if twin_derivative is not None:
         if not callable(twin_derivative) or _is_jit(twin_derivative):
             raise InvalidInput(f"twin_derivative must be a function of PyTorch tensors, got {twin_derivative!r}.")

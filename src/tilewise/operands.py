@@ -128,8 +128,8 @@ def _describe_own(spec: Spec, slot: str, t: torch.Tensor | None, q: torch.Tensor
         raise InvalidInput(f"{called} is on {t.device} but q is on {q.device}: move it with .to(q.device).")
     if not t.is_contiguous():
         raise InvalidInput(
-            f"{called} has strides {t.stride()} for shape {tuple(t.shape)}, expected a contiguous tensor, which the function reads by "
-            "index arithmetic: call .contiguous()."
+            f"{called} has strides {t.stride()} for shape {tuple(t.shape)}, expected a contiguous tensor, which the function reads "
+            "by index arithmetic: call .contiguous()."
         )
     return Operand(slot, dtype, "")
 

@@ -90,7 +90,7 @@ def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
         raise
     except Exception as error:
         own = problem.spec.function
-        hint = "" if own is None else f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n"
+        hint = f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n" if own else ""
         raise BackendBroken(
             f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
             f"{hint}Problem: {problem}"

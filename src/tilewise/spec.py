@@ -31,7 +31,20 @@ from typing import Any, NamedTuple
 
 from .errors import InvalidInput
 
-__all__ = ["ALIGNMENTS", "FN_SLOTS", "NO_TENSORS", "SLOTS", "STEPS", "TERMS", "Spec", "Tensors", "causal", "full", "spec_of", "window"]
+__all__ = [
+    "ALIGNMENTS",
+    "FN_SLOTS",
+    "NO_TENSORS",
+    "SLOTS",
+    "STEPS",
+    "TERMS",
+    "Spec",
+    "Tensors",
+    "causal",
+    "full",
+    "spec_of",
+    "window",
+]
 
 ALIGNMENTS = ("bottom_right", "top_left")
 STEPS = ("softcap", "alibi", "bias", "fn")  # what a score step can be
@@ -138,8 +151,8 @@ class Spec:
         align: ``"bottom_right"`` (the last query sits on the last key; the default) or ``"top_left"`` (the first query sits
             on the first key). It has no meaning where no bound and no ALiBi uses positions, and is then always
             ``"bottom_right"``.
-        score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"``, ``"bias"`` and ``"fn:NAME/TENSORS@HASH"`` (a function
-            of the user's own, ``score_fn``), at most one of each.
+        score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"``, ``"bias"`` and ``"fn:NAME/TENSORS@HASH"`` (a
+            function of the user's own, ``score_fn``), at most one of each.
         sink, segment, row, dense: does the spec have this term?
         dropout: the probability with which a weight is dropped, as ``"0.1"``; ``""`` for none.
         plan: which tables of tiles ``tilewise.plan`` made for the mask's tensors, and for which call; ``""`` for none. It changes

@@ -1,7 +1,7 @@
 """Score steps and sinks on tiles of plain PyTorch: what a spec does to a tile of scores, and the gradients of its tensors.
 
-Scores of a tile are in base two (``s log2(e)``), or natural where the spec has a bias or a function of the user's own: times log2(e)
-the lowest finite value would overflow to -inf, and a row of it would be taken for an empty one.
+Scores of a tile are in base two (``s log2(e)``), or natural where the spec has a bias or a function of the user's own: times
+log2(e) the lowest finite value would overflow to -inf, and a row of it would be taken for an empty one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TileScores:
         return slopes
 
     def before(self, ds: torch.Tensor, slopes: list[torch.Tensor | None], step: str = "") -> torch.Tensor:
-        """The gradient of the scores as ``step`` left them (as the first found them), from that after all steps, a new tensor or ds."""
+        """The gradient of the scores as ``step`` left them (by default: as the first one found them), from that after all."""
         first = self.steps.index(step) + 1 if step else 0
         for name, slope in zip(self.steps[first:], slopes[first:], strict=True):
             if slope is not None and name == "fn":

@@ -61,7 +61,7 @@ class Call:
     def part(self, batch: slice, heads: slice) -> Call:
         """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives."""
         if self.spec.function is not None:
-            raise InvalidInput("a call with a score function has no parts: the function would see other indices of batches and heads.")
+            raise InvalidInput("a call with a score function has no parts: the function would see other batches and heads.")
         group = self.q.shape[1] // self.k.shape[1]
         first, last, _ = heads.indices(self.k.shape[1])
         rows = slice(first * group, last * group)

@@ -66,7 +66,7 @@ def example(name: str, batch: int, heads: int, generator: torch.Generator | None
         return score_fn(None, twin=twin, tensors=tensors, name=name)
     from ..backends.triton import examples
 
-    derivative = slope if isinstance(slope, float) else getattr(examples, slope)
+    derivative = getattr(examples, slope) if isinstance(slope, str) else slope
     return score_fn(getattr(examples, name), twin=twin, derivative=derivative, tensors=tensors)
 
 
@@ -84,9 +84,10 @@ def check_score_fn(
 ) -> None:
     """Hold a score function, its twin and its derivative against one another, and the derivative to finite differences.
 
-    Scores are drawn evenly between the two numbers ``scores``, for every pair of a call of these sizes. The Triton function runs on tiles as
-    in the kernels, in both orders of their dims, in float32; the twin runs in float64. Numbers may differ by ``rtol (1 + |twin|)``;
-    ``-inf`` must be in the same places. Where the twin has a kink, or hides the key, the derivative may be anything.
+    Scores are drawn evenly between the two numbers ``scores``, for every pair of a call of these sizes. The Triton function runs on
+    tiles as in the kernels, in both orders of their dims, in float32; the twin runs in float64. Numbers may differ by
+    ``rtol (1 + |twin|)``; ``-inf`` must be in the same places. Where the twin has a kink, or hides the key, the derivative may be
+    anything.
 
     Args:
         spec: what ``tilewise.score_fn`` gave, alone or in a spec with other terms (which play no part).
@@ -124,7 +125,9 @@ def check_score_fn(
 class _Against:
     """One function at one set of scores and places."""
 
-    def __init__(self, function: ScoreFunction, s: torch.Tensor, places: list[torch.Tensor], tensors: list[torch.Tensor], rtol: float):
+    def __init__(
+        self, function: ScoreFunction, s: torch.Tensor, places: list[torch.Tensor], tensors: list[torch.Tensor], rtol: float
+    ):
         self.function, self.s, self.places, self.tensors, self.rtol = function, s, places, tensors, rtol
         self.wide = s.double()
         self.want = self._twin(self.wide)
@@ -138,7 +141,10 @@ class _Against:
     def _twin(self, s: torch.Tensor) -> torch.Tensor:
         return self.function.scores(s, *self.places, *self.tensors)
 
-    def _hold(self, what: str, got: torch.Tensor, than: str, want: torch.Tensor, where: torch.Tensor | None = None) -> None:
+    def _hold(
+        self, what: str, got: torch.Tensor, than: str, want: torch.Tensor, where: torch.Tensor | None = None
+    ) -> None:
+        """Raise Mismatch where ``got`` is not ``want``."""
         got, want = got.double(), want.double()
         same = (got == want) | ((got - want).abs() <= self.rtol * (1 + want.abs()))
         wrong = ~same if where is None else ~same & where
@@ -147,7 +153,7 @@ class _Against:
             b, h, q, k = (int(p.flatten()[i]) for p, i in zip(self.places, at, strict=True))
             raise Mismatch(
                 f"score function {self.function.name!r}: {what} is {float(got[at]):.9g} and {than} {float(want[at]):.9g} at score "
-                f"{float(self.s[at]):.9g}, batch {b}, head {h}, q_pos {q}, kv_pos {k} ({int(wrong.sum())} of {wrong.numel()} pairs)."
+                f"{float(self.s[at]):.9g}, batch {b}, head {h}, q_pos {q}, kv_pos {k} ({int(wrong.sum())} of {wrong.numel()})."
             )
 
     def check_twin(self) -> None:
@@ -162,7 +168,8 @@ class _Against:
         self._hold("the twin on some of the pairs", part, "on all of them", self.want)
         slopes = self.function.slopes(self.wide, *self.places, *self.tensors)
         slopes = torch.ones_like(self.wide) if slopes is None else slopes
-        named = "derivative=1.0" if self.function.constant_slope else "twin_derivative" if self.function.twin_derivative else "autograd"
+        named = "twin_derivative" if self.function.twin_derivative else "autograd"
+        named = "derivative=1.0" if self.function.constant_slope else named
         self._hold(named, slopes, "the finite difference of the twin is", self.difference, self.smooth)
 
     def check_fn(self, spec: Spec) -> None:
@@ -174,4 +181,5 @@ class _Against:
             out, slopes = apply(spec, self.s, keys_first)
             self._hold(f"fn on tiles {order}", out, "the twin", self.want)
             if slopes is not None:
-                self._hold(f"derivative on tiles {order}", slopes, "the finite difference of the twin is", self.difference, self.smooth)
+                what = f"derivative on tiles {order}"
+                self._hold(what, slopes, "the finite difference of the twin is", self.difference, self.smooth)

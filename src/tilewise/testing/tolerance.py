@@ -231,7 +231,7 @@ def _size(s: torch.Tensor) -> torch.Tensor:
 def _through_steps(
     call: Call, s: torch.Tensor, error: torch.Tensor, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Scores and their errors after the spec's steps, and the derivative of the steps from each on (at the end: 1) with its error."""
+    """Scores and their errors after the spec's steps; the derivative of the steps from each on (at the end: 1) with its error."""
     own = []
     for step in call.spec.score:
         one = dataclasses.replace(call.spec, score=(step,))

@@ -58,7 +58,7 @@ def _dbias_kernel(
         delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
         # [BLOCK_M, BLOCK_N]
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * qk_scale2
-        s, every_slope, slope = scored(
+        s, _every_slope, slope = scored(
             s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE, "bias"
         )
         p = weights(s, pivot[:, None], log_l[:, None], NATURAL)

@@ -32,8 +32,8 @@ def _apply_kernel(
     inside = (offs_m < seqlen_q) & (offs_n < seqlen_k)
     s = tl.load(s_ptr + at, mask=inside, other=0.0)
     out, slope, _ = scores.scored(
-        s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, KEYS_FIRST, True, STEPS, True, (True, True), tl.float32,
-        "",
+        s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, KEYS_FIRST, True,
+        STEPS, True, (True, True), tl.float32, "",
     )  # fmt: skip
     tl.store(out_ptr + at, out, mask=inside)
     if slope_ptr is not None:

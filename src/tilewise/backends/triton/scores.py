@@ -2,7 +2,7 @@
 
 ``STEPS`` names the steps in their order, as a kernel is compiled for them: "softcap", "alibi", "bias" ("bias_far": its offsets
 inside a tile need 64 bits); any other is a function of the user's own, by its whole step, hash included. ``score`` holds their
-arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides), (fn, derivative, tensors))``, None where the spec has no such step.
+arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides), (fn, derivative, tensors))``, None for a step that is not there.
 Triton hashes the source of functions that stand in such a tuple (not of those in a tuple that is a constant).
 
 NATURAL: scores are natural and not in base two. They are where the spec has a bias or a function: times log2(e) the lowest finite
