@@ -26,7 +26,7 @@ class Capability:
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
     descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
-    of a spec besides bounds (out of ``spec.TERMS``).
+    of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what it can return besides o and lse (out of ``spec.RETURNS``).
     """
 
     backend: str
@@ -47,6 +47,7 @@ class Capability:
     terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
+    returns: tuple[str, ...] = ()
 
 
 # In the order in which "auto" asks.
@@ -74,7 +75,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         interpretable=True,
         min_compute_capability=80,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "column_sums"),
     ),
     Capability(
         "torch",
@@ -83,7 +85,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
     ),
     Capability(
         "reference",
@@ -92,7 +95,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         dtypes=(*HALF, "float32", "float64"),
         max_head_dim=None,
         gradients="qkvbas",
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
         auto=False,
         quadratic=True,
     ),
@@ -152,6 +156,8 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         elif not function.differentiable and set(p.grad) - set("vs"):
             text = f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 where it is that"
             no("gradient", text)
+    if p.spec.returns and p.spec.returns not in c.returns:
+        no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"

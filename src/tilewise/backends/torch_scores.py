@@ -35,6 +35,7 @@ class TileScores:
         self.sink = None if tensors.sink is None else self._grouped(tensors.sink.to(dtype))
         self.function = function_of(problem.spec) if problem.spec.function is not None else None
         self.given = tuple(getattr(tensors, slot) for slot in FN_SLOTS if slot in problem.spec.slots)
+        self.positions: torch.Tensor | None = None  # of the queries, where they do not follow one another
 
     def _grouped(self, t: torch.Tensor | None) -> torch.Tensor | None:
         """(batch or 1, heads_q or 1, ...) as (batch or 1, heads_kv or 1, group or 1, ...): a view."""
@@ -53,7 +54,10 @@ class TileScores:
 
     def _distance(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
         start = self.problem.q_start
-        q_pos = torch.arange(queries.start + start, queries.stop + start, device=device, dtype=self.dtype)[:, None]
+        if self.positions is None:
+            q_pos = torch.arange(queries.start + start, queries.stop + start, device=device, dtype=self.dtype)[:, None]
+        else:
+            q_pos = self.positions[queries].to(self.dtype)[:, None]
         return (q_pos - torch.arange(keys.start, keys.stop, device=device, dtype=self.dtype)).abs_()
 
     def _places(self, at: At, keys: slice, device: torch.device) -> tuple[torch.Tensor | None, ...]:
@@ -61,7 +65,8 @@ class TileScores:
         batch, heads, group, queries = at
         numbers = [torch.arange(part.start, part.stop, device=device) for part in (batch, heads, group, queries, keys)]
         b, h, g, q, k = (n.view([-1 if dim == place else 1 for dim in range(5)]) for place, n in enumerate(numbers))
-        return b, h * self.problem.group + g, q + self.problem.q_start, k, *self.given
+        q_pos = q + self.problem.q_start if self.positions is None else self.positions[queries][:, None]
+        return b, h * self.problem.group + g, q_pos, k, *self.given
 
     def apply(self, s: torch.Tensor, at: At, keys: slice, backward: bool = False) -> list[torch.Tensor | None]:
         """Change the scores in place. Returns the derivative of each step, in their order, if ``backward``; ``None``: it is 1."""

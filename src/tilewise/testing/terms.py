@@ -8,7 +8,7 @@ import torch
 
 from ..operands import DIMS
 from ..spec import SLOTS, Spec, Tensors
-from ..terms import alibi, bias, dense, row_intervals, segments, sink, softcap
+from ..terms import alibi, bias, dense, dropout, row_intervals, segments, sink, softcap
 from .score_functions import example
 
 __all__ = ["draw_terms"]
@@ -21,7 +21,7 @@ def draw_terms(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Spec:
-    """The spec of words like ``"bias:1hqk softcap:5 alibi fn:relative sink segment"``, in their order.
+    """The spec of words like ``"bias:1hqk softcap:5 alibi fn:relative sink segment dropout:0.2"``, in their order.
 
     After the name of a tensor stands a letter for each dim that it has and a 1 for each that it broadcasts in.
     ``dtype`` is that of the biases, in which a word ``bias:...:-inf`` hides about one key in four. ``shape`` is that of a call:
@@ -52,6 +52,8 @@ def draw_terms(
             spec &= example(dims, shape[0], shape[1], generator)
         elif name == "sink":
             spec &= sink(normal(dims or "h") * 2)
+        elif name == "dropout":
+            spec &= dropout(float(dims), torch.randint(2**62, (), generator=generator))
         elif name == "segment":
             spec &= segments(whole(dims or "bq", 3).sort(-1).values, whole((dims or "bq").replace("q", "k"), 3).sort(-1).values)
         elif name == "row":
