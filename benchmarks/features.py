@@ -72,6 +72,8 @@ CASES = [
     _case("softcap", "hopper triton flex"),
     _case("sink", "hopper triton flex"),
     _case("alibi", "hopper triton flex"),
+    _case("own cap", "triton flex"),
+    _case("own table", "triton flex"),
     _case("segments", "hopper triton flex"),
     _case("dense", "triton flex", (1, 16, 16, 8192, 128), causal=False),
     _case("bias", "triton flex efficient", (4, 16, 16, 2048, 64), causal=False),
@@ -103,6 +105,8 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
     }
     if case.kind == "alibi":
         out["slopes"] = torch.tensor([2.0 ** (-8 * (h + 1) / c.heads) for h in range(c.heads)], device="cuda")
+    if case.kind == "own table":
+        out["table"] = torch.randn(c.heads, 81, generator=made, device="cuda")
     if case.kind == "sink":
         out["sink"] = torch.randn(c.heads, generator=made, device="cuda")
     if case.kind == "bias":
@@ -121,11 +125,21 @@ def spec_of(case: Case, t: dict[str, torch.Tensor]) -> Any:
     """The spec of a case."""
     import tilewise as tw
 
+    def own(name: str, **tensors: torch.Tensor) -> Any:
+        from tilewise.functions import function_of
+        from tilewise.testing.score_functions import example
+
+        made = function_of(example(name, case.batch, case.heads))
+        slope = 1.0 if made.constant_slope else made.derivative
+        return tw.score_fn(made.fn, twin=made.twin, derivative=slope, tensors=tensors)
+
     base = tw.causal() if case.causal else tw.full()
     return {
         "plain": lambda: base,
         "softcap": lambda: base & tw.softcap(50.0),
         "alibi": lambda: base & tw.alibi(t["slopes"]),
+        "own cap": lambda: base & own("rational_cap"),
+        "own table": lambda: base & own("relative", table=t["table"]),
         "sink": lambda: base & tw.sink(t["sink"]),
         "bias": lambda: base & tw.bias(t["bias"]),
         "segments": lambda: base & tw.segments(t["ids"], t["ids"]),
@@ -167,6 +181,8 @@ def flex(case: Case, t: dict[str, torch.Tensor], backend: str, backward: bool) -
     score: dict[str, Any] = {
         "softcap": lambda s, b, h, i, j: 50.0 * torch.tanh(s / 50.0),
         "alibi": lambda s, b, h, i, j: s + t["slopes"][h] * (j - i),
+        "own cap": lambda s, b, h, i, j: s * 3.0 / (s.abs() + 3.0),
+        "own table": lambda s, b, h, i, j: s + t["table"][h, (j - i).clamp(-40, 40) + 40],
     }
 
     def attend(t: dict[str, torch.Tensor]) -> torch.Tensor:

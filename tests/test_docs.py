@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.testing.score_functions import check_score_fn
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [
@@ -110,6 +112,21 @@ SCORES = blocks((ROOT / "docs" / "scores.md").read_text(), "python")
 def test_examples_of_score_steps_run(at):
     assert len(SCORES) >= 5
     exec(compile(SCORES[at], f"docs/scores.md, example {at + 1}", "exec"), {})
+
+
+FUNCTIONS = blocks((ROOT / "docs" / "score-functions.md").read_text(), "python")
+
+
+@pytest.mark.parametrize("at", range(len(FUNCTIONS)))
+def test_examples_of_score_functions_run(tmp_path, at):
+    """As files: Triton reads the source of a function."""
+    assert len(FUNCTIONS) >= 5
+    path = tmp_path / f"example_{at}.py"
+    path.write_text(FUNCTIONS[at])
+    module = load(path)
+    spec = getattr(module, "spec", None)
+    if spec is not None and spec.function is not None:
+        check_score_fn(spec, heads=4, seqlen_q=40, seqlen_k=40)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

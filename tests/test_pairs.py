@@ -18,6 +18,7 @@ FEATURES = {
     "bounds": ("full", "causal", "window", "top_left"),
     "mask": ("", "segment", "row", "dense", "segment row dense"),
     "first": ("", "softcap:2", "alibi", "bias:b1qk"),
+    "own": ("", "fn:tempered", "fn:sparse"),
     "second": ("", "softcap:2", "alibi:bh", "bias:1hqk", "bias:b11k:-inf", "bias:k"),
     "sink": ("", "sink", "sink:bh"),
     "dropout": ("", "dropout:0.4"),
@@ -32,7 +33,8 @@ BOUNDS = {"full": tw.full(), "causal": tw.causal(), "window": tw.window(20, 3), 
 def legal(case: dict) -> bool:
     """A spec has each step once, and positions have one corner."""
     kinds = [case[name].partition(":")[0] for name in ("first", "second") if case.get(name)]
-    return len(set(kinds)) == len(kinds) and not ("alibi" in kinds and case.get("bounds") == "top_left")
+    placed = "alibi" in kinds or case.get("own")
+    return len(set(kinds)) == len(kinds) and not (placed and case.get("bounds") == "top_left")
 
 
 def pairwise() -> list[dict]:
@@ -70,7 +72,7 @@ CASES = pairwise()
 def build(case: dict, seed: int):
     heads_q, heads_kv = case["heads"]
     shape = (2, heads_q, heads_kv, 37, 70, 16, 16)
-    words = " ".join(case[name] for name in ("first", "second", "sink", "mask", "dropout") if case[name])
+    words = " ".join(case[name] for name in ("first", "own", "second", "sink", "mask", "dropout") if case[name])
     spec = draw_terms(words, shape, seed=seed) & BOUNDS[case["bounds"]]
     call = random_call(shape, dtype=case["dtype"], seed=seed, spec=spec, sm_scale=case["scale"], dlse="lse" in case["loss"])
     return call.replace(do=None) if case["loss"] == "lse" else call

@@ -4,6 +4,7 @@ from . import ops_jvp as _ops_jvp  # noqa: F401 (registers an operator)
 from .api import attention, dropout_mask, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
+from .functions import score_fn
 from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
@@ -43,6 +44,7 @@ __all__ = [
     "prefix_lm",
     "reference",
     "row_intervals",
+    "score_fn",
     "segments",
     "sink",
     "softcap",

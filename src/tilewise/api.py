@@ -10,6 +10,7 @@ import torch
 
 from .backends import module_of
 from .errors import InvalidInput
+from .functions import check_fresh as check_function
 from .keep import chosen_rows, kept, seeded
 from .operands import describe, full_rank
 from .ops import attention_op, attention_plain, is_plain
@@ -59,6 +60,8 @@ def _check_tensors_of(spec: Spec, tensors: Tensors) -> None:
     for slot, t in zip(SLOTS, tensors, strict=True):
         if t is not None:
             check_kind(slot, t, "that broadcasts over the call")
+    if spec.function is not None and not torch.compiler.is_compiling():
+        check_function(spec)
     if spec.plan and not torch.compiler.is_compiling():
         check_fresh(spec)
 
@@ -217,7 +220,7 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     plain = is_plain(q, k, v)
-    tensors = NO_TENSORS
+    tensors, bare = NO_TENSORS, True
     if plain and spec is None and return_max_logit is False:
         mask = _known_mask(causal, window, align)
     else:
@@ -230,6 +233,7 @@ def attention(
             tensors = seeded(whole, q.device)
         _check_tensors_of(whole, tensors)
         mask = str(whole)
+        bare = whole.function is None and all(t is None for t in tensors)
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -243,7 +247,7 @@ def attention(
         check_precision(precision, "float32")
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    if plain and (tensors is NO_TENSORS or all(t is None for t in tensors)):
+    if plain and bare:
         o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
     else:
         o, lse, max_logit = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)

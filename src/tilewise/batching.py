@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidInput
+from .errors import BackendRefused, InvalidInput
+from .functions import function_of, names_function
 from .operands import DIMS, full_rank
-from .spec import SLOTS, Spec
+from .spec import FN_SLOTS, SLOTS, Spec
 
 __all__ = ["backward_rule", "forward_rule", "jvp_rule", "second_pass_rule"]
 
@@ -59,6 +60,25 @@ def _without_plan(spec: str, operands: list[Any]) -> tuple[str, list[Any]]:
 
 def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
     return [*in_dims, *(None,) * (count - len(in_dims))]
+
+
+def _check_function(spec: str, dims: Sequence[Any]) -> None:
+    """Refuse what folding would change of a score function: the index of the batch, or tensors that each sample has to itself."""
+    if not names_function(spec):
+        return
+    function = function_of(Spec.parse(spec))
+    if function.uses_batch:
+        raise BackendRefused(
+            f"score function {function.name!r} reads its argument batch, which vmap would change: it folds the mapped dim into the "
+            "batch. Call attention on the batch of all samples instead."
+        )
+    own = [slot for slot, dim in zip(SLOTS, dims, strict=False) if slot in FN_SLOTS and dim is not None]
+    if own:
+        name = function.tensors[FN_SLOTS.index(own[0])]
+        raise BackendRefused(
+            f"vmap maps over tensor {name!r} of score function {function.name!r}, which cannot have one for each sample: give the "
+            "whole tensor, unmapped, or attend to the samples one by one."
+        )
 
 
 def _folded_seed(t: torch.Tensor | None, dim: int | None, size: int, batch: int, alone: bool) -> torch.Tensor | None:
@@ -110,6 +130,7 @@ def forward_rule(op: Any) -> Any:
         size, dims = info.batch_size, _dims(in_dims, 8 + len(SLOTS))
         args = (*args, *(None,) * (8 + len(SLOTS) - len(args)))
         batch = _sample(args[0], dims[0]).shape[0]
+        _check_function(args[3], dims[8:])
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         alone = info.randomness == "same"
         spec, operands = _without_plan(args[3], _operands(args[8:], dims[8:], size, batch, "", alone))
@@ -149,10 +170,11 @@ def backward_rule(op: Any) -> Any:
         batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
         folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
         rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
+        _check_function(args[7], dims[13:])
         # If o is not mapped, the forward pass was not: its masks are those of the call alone.
         alone = info.randomness == "same" or dims[5] is None
         spec, operands = _without_plan(args[7], _operands(args[13:], dims[13:], size, batch, grad, alone))
-        outputs = op(*folded, spec, *args[8:12], *((rows, *operands) if operands else ()))
+        outputs = op(*folded, spec, *args[8:12], *((rows, *operands) if operands or names_function(spec) else ()))
         results = [_unfolded(t, size) for t in outputs[:3]]
         for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
             if letter not in grad:
@@ -178,6 +200,7 @@ def second_pass_rule(op: Any) -> Any:
         if dims[3] is not None:
             raise InvalidInput("rows differ from sample to sample under vmap: choose the same queries for all.")
         batch = _sample(args[0], dims[0]).shape[0]
+        _check_function(args[4], dims[9:])
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
         return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import Reason
+from .functions import find
 from .problem import GRADIENTS, Problem
 
 __all__ = ["CAPABILITIES", "Capability", "dims_text", "refuse"]
 
 HALF = ("float16", "bfloat16")
-SCORES = ("softcap", "alibi", "bias", "sink")
+SCORES = ("softcap", "alibi", "bias", "fn", "sink")
 MASKS = ("segment", "row", "dense")
 
 
@@ -153,6 +154,15 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if lacking:
         have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
         no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    if p.spec.function is not None and "fn" in c.terms:
+        function = find(p.spec.function)
+        if function is None:
+            no("function", f"this process has not registered the score function {p.spec.function}: use tilewise.score_fn")
+        elif function.fn is None and c.triton is not None:
+            no("function", f"score function {function.name!r} has no Triton function: give tilewise.score_fn an fn")
+        elif not function.differentiable and set(p.grad) - set("vs"):
+            text = f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 where it is that"
+            no("gradient", text)
     if p.spec.returns and p.spec.returns not in c.returns:
         no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     if p.jvp:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from .errors import InvalidInput
-from .spec import SLOTS, Spec, Tensors
+from .functions import function_of
+from .spec import FN_SLOTS, SLOTS, Spec, Tensors
 
 __all__ = ["DIMS", "Operand", "default_operand", "describe", "expanded", "full_rank", "parse_operand"]
 
@@ -29,12 +30,14 @@ DIMS = {
     "dense": "bhqk",
     "seed": "bn",
     "plan": "",
+    **dict.fromkeys(FN_SLOTS, ""),  # their functions know their shapes
 }
 _DTYPES = {
     **dict.fromkeys(("bias", "slopes", "sink"), _FLOAT),
     **dict.fromkeys(("segment_q", "segment_k", "row_start", "row_end"), _INT),
     "dense": ("bool",),
     "seed": ("int64",),
+    **dict.fromkeys(FN_SLOTS, (*_FLOAT, "int8", "uint8", "int16", *_INT)),
 }
 _DEFAULTS = {
     "bias": ("float32", "1hqk"),
@@ -46,6 +49,7 @@ _DEFAULTS = {
     "row_end": ("int32", "b1q"),
     "dense": ("bool", "b1qk"),
     "seed": ("int64", "11"),
+    **dict.fromkeys(FN_SLOTS, ("float32", "")),
 }
 _WORDS = {"b": "batch", "h": "heads_q", "q": "seqlen_q", "k": "seqlen_k", "n": "numbers"}
 
@@ -110,6 +114,26 @@ def _describe(slot: str, t: torch.Tensor | None, q: torch.Tensor, k: torch.Tenso
     return Operand(slot, dtype, dims)
 
 
+def _describe_own(spec: Spec, slot: str, t: torch.Tensor | None, q: torch.Tensor) -> Operand:
+    """A tensor of the spec's score function, which alone knows what shape it must have."""
+    function = function_of(spec)
+    at = FN_SLOTS.index(slot)
+    called = f"tensor {function.tensors[at]!r} of score function {function.name!r}"
+    if t is None:
+        raise InvalidInput(f"{called} was not given: build the spec with tilewise.score_fn.")
+    dtype = str(t.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES[slot]:
+        raise InvalidInput(f"{called} has dtype {dtype}, expected one of {', '.join(_DTYPES[slot])}.")
+    if t.device != q.device:
+        raise InvalidInput(f"{called} is on {t.device} but q is on {q.device}: move it with .to(q.device).")
+    if not t.is_contiguous():
+        raise InvalidInput(
+            f"{called} has strides {t.stride()} for shape {tuple(t.shape)}, expected a contiguous tensor, which the function reads "
+            "by index arithmetic: call .contiguous()."
+        )
+    return Operand(slot, dtype, "")
+
+
 def _check_plan(spec: Spec, t: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raise InvalidInput unless the plan was made for a call of this shape, on this device."""
     made_for = tuple(map(int, spec.plan.split("/")[0].split("x")))
@@ -135,7 +159,11 @@ def describe(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> 
     for slot, t in zip(SLOTS, tensors, strict=True):
         if t is not None and slot not in named:
             raise InvalidInput(f"a tensor was given for {slot}, but the spec does not name it: {spec}.")
-    return tuple(_describe(slot, t, q, k) for slot, t in zip(SLOTS, tensors, strict=True) if slot in named and slot != "plan")
+    return tuple(
+        _describe_own(spec, slot, t, q) if slot in FN_SLOTS else _describe(slot, t, q, k)
+        for slot, t in zip(SLOTS, tensors, strict=True)
+        if slot in named and slot != "plan"
+    )
 
 
 def full_rank(slot: str, t: torch.Tensor) -> torch.Tensor:

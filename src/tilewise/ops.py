@@ -21,10 +21,11 @@ import torch
 from .backends import jvp_module_of, module_of, second_pass_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
+from .functions import find, function_of, names_function
 from .operands import describe, full_rank
 from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_name, grad_letters, keeps_rows
 from .select import capability, choose
-from .spec import NO_TENSORS, SLOTS, Spec, Tensors
+from .spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
 
 __all__ = ["attention_op", "attention_plain", "is_plain"]
 
@@ -98,9 +99,11 @@ def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     except (AttentionError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        own = problem.spec.function
+        hint = f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n" if own else ""
         raise BackendBroken(
             f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
-            f"Problem: {problem}"
+            f"{hint}Problem: {problem}"
         ) from error
 
 
@@ -138,7 +141,7 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO
         *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
     )
     if tensors is not NO_TENSORS:
-        key = (*key, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+        key = (*key, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
         problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors, jvp)
@@ -149,8 +152,9 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO
     return found
 
 
-def _tensors_of(given: tuple[torch.Tensor | None, ...]) -> Tensors:
-    return Tensors(*given) if any(t is not None for t in given) else NO_TENSORS
+def _tensors_of(given: tuple[torch.Tensor | None, ...], spec: str) -> Tensors:
+    """The tensors of a call. A spec with a function but without tensors takes the road of those that have some."""
+    return Tensors(*given) if names_function(spec) or any(t is not None for t in given) else NO_TENSORS
 
 
 def _views(tensors: Tensors) -> Tensors:
@@ -169,7 +173,7 @@ def _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad):
 
 
 def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     if tensors is NO_TENSORS and _WANTS_MAXIMA not in spec:
         o, lse = _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad)
         return o, lse, _empty_rows(q, False), _empty_maxima(q, False)
@@ -194,7 +198,7 @@ def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
 def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
     if do is None:
         do = torch.zeros_like(o)
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
     grads = _empty_gradients(q, k, v, tensors, grad)
     if bound.is_empty:
@@ -225,13 +229,13 @@ def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     if backend != "auto":
         capability(backend)
     parsed = Spec.parse(spec)
-    describe(parsed, _tensors_of(given), q, k)
+    describe(parsed, _tensors_of(given, spec), q, k)
     return *_empty_outputs(q, v), _empty_rows(q, keeps_rows(parsed, grad)), _empty_maxima(q, parsed.returns == "max_logit")
 
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
 def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
-    return _empty_gradients(q, k, v, _tensors_of(given), grad)
+    return _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
 
 
 torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
@@ -249,6 +253,20 @@ def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
     unpack: Any = torch._unpack_dual  # type: ignore[attr-defined]
     if any(t is not None and unpack(t, level=0)[1] is not None for t in tensors):
         raise _refuse_derivative("forward-mode derivative of its backward pass")
+
+
+def _refuse_trained(spec: str, given: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse tensors of a score function that require a gradient."""
+    if not names_function(spec) or not torch.is_grad_enabled():
+        return
+    trained = [slot for slot, t in zip(SLOTS, given, strict=False) if slot in FN_SLOTS and t is not None and t.requires_grad]
+    if trained:
+        function = function_of(Spec.parse(spec))
+        name = function.tensors[FN_SLOTS.index(trained[0])]
+        raise BackendRefused(
+            f"tensor {name!r} of score function {function.name!r} requires a gradient, and there is none for such tensors: give "
+            f"{name}.detach(), or make it a step that has one (tilewise.bias, tilewise.alibi)."
+        )
 
 
 def _refuse_functorch() -> None:
@@ -349,7 +367,7 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, sta
         return nothing
     apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
     q, k, v, o, lse, *more = ctx.saved_tensors
-    given = more if any(t is not None for t in more[1:]) else ()
+    given = more if any(t is not None for t in more[1:]) or names_function(ctx.arguments[0]) else ()
     if not static:
         grad = _asked(ctx, grad, more[1:])
     grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
@@ -424,6 +442,7 @@ def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
 
     Where it is not, ``grad`` stays: the forward half of a compiled graph runs without recording, for the backward half beside it.
     """
+    _refuse_trained(spec, given)
     if torch.autograd.forward_ad._current_level >= 0:
         tangents = FORWARD_MODE["tangents_of"](q, k, v, given)
         if tangents is not None:
@@ -471,7 +490,9 @@ def attention_op(
         o, lse, _, maxima = _FORWARD(*args)
     elif torch._C._are_functorch_transforms_active():
         # Whether a transform outside wants a gradient is not to be seen from here.
-        grad = "b" if tensors.bias is not None else ""
+        _refuse_trained(spec, tensors)
+        function = find(Spec.parse(spec).function or "")
+        grad = "q" if tensors.bias is not None or (function is not None and function.differentiable) else ""
         if torch.autograd.forward_ad._current_level >= 0:
             found = FORWARD_MODE["fused"](q, k, v, tensors, spec, sm_scale, precision, backend, grad)
             if found is not None:

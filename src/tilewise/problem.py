@@ -56,7 +56,7 @@ def grad_letters(*needs: bool) -> str:
 
 def keeps_rows(spec: Spec, grad: str) -> bool:
     """Does the backward pass need more of a row than lse, which cannot tell one huge negative score from several of them?"""
-    return "bias" in spec.steps and bool(grad)
+    return spec.natural and bool(grad)
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:

@@ -11,12 +11,13 @@ import dataclasses
 import torch
 
 from .bodies import alibi, allowed, in_row, same_segment, softcap_slope
+from .functions import function_of
 from .keep import kept, scale_of, seeded
 from .operands import describe, full_rank
 from .problem import Problem, Tangents
-from .spec import NO_TENSORS, Spec, Tensors
+from .spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 
-__all__ = ["distance_of", "factor_of", "mask_of", "masked_scores", "reference", "scored", "softmax_of"]
+__all__ = ["distance_of", "factor_of", "mask_of", "masked_scores", "places_of", "reference", "scored", "softmax_of"]
 
 
 def mask_of(
@@ -49,6 +50,15 @@ def distance_of(spec: Spec, seqlen_q: int, seqlen_k: int, device: torch.device |
     return (q_pos - torch.arange(seqlen_k, device=device)).abs()
 
 
+def places_of(spec: Spec, s: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, ...]:
+    """What a score function takes beside the scores (batch, heads, seqlen_q, seqlen_k)."""
+    batch, head, query, key = (
+        torch.arange(n, device=s.device).view([-1 if dim == at else 1 for dim in range(4)]) for at, n in enumerate(s.shape)
+    )
+    given = (getattr(tensors, slot) for slot in FN_SLOTS if slot in spec.slots)
+    return batch, head, query + spec.q_start(s.shape[2], s.shape[3]), key, *given
+
+
 def scored(s: torch.Tensor, spec: Spec, tensors: Tensors) -> torch.Tensor:
     """The scores (batch, heads, seqlen_q, seqlen_k) after the spec's steps, in the dtype of ``s``."""
     for step in spec.steps:
@@ -58,9 +68,22 @@ def scored(s: torch.Tensor, spec: Spec, tensors: Tensors) -> torch.Tensor:
         elif step == "alibi":
             slopes = full_rank("slopes", tensors.slopes)[..., None, None].to(s.dtype)
             s = alibi(s, slopes, distance_of(spec, s.shape[2], s.shape[3], s.device))
+        elif step == "fn":
+            s = _own(spec, s, tensors)
         else:
             s = s + full_rank("bias", tensors.bias).to(s.dtype)
     return s
+
+
+def _own(spec: Spec, s: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    """The scores after the spec's function. Where no gradient comes back, as for hidden keys, its derivative may be NaN."""
+    s = s.clone()
+    out = function_of(spec).scores(s, *places_of(spec, s, tensors))
+    if s.requires_grad and out.requires_grad:
+        back: list[torch.Tensor | None] = []  # the gradient of out, on its way
+        out.register_hook(back.append)
+        s.register_hook(lambda g: g if g is None or (after := back.pop()) is None else torch.where(after == 0, 0.0, g))
+    return out
 
 
 def softmax_of(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,9 +280,13 @@ def backward(
     if sink is not None and grads.sink is not None:
         weight = torch.exp(sink.double()[..., None] - lse64.masked_fill(lse64 == float("-inf"), 0.0))
         grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))
-    for step, after in zip(reversed(p.spec.steps), reversed(chain), strict=False):
+    for step, after, before in zip(p.spec.steps[::-1], chain[:0:-1], chain[-2::-1], strict=True):
         if step == "softcap":
             ds = ds * softcap_slope(after / (p.spec.softcap or 1.0))
+        elif step == "fn":
+            slopes = function_of(p.spec).slopes(before, *places_of(p.spec, before, tensors))
+            # Where a key has no weight the derivative may be anything.
+            ds = ds if slopes is None else torch.where(ds == 0, 0.0, ds * slopes)
         elif step == "alibi" and grads.slopes is not None:
             by_distance = (ds * distance_of(p.spec, p.seqlen_q, p.seqlen_k, q.device)).sum((-1, -2))
             grads.slopes.copy_(-by_distance.sum_to_size(grads.slopes.shape))

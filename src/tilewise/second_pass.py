@@ -33,7 +33,7 @@ def _empty_output(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor | None, d
 
 
 def _second_pass(q, k, lse, rows, spec, sm_scale, precision, backend, dtype, *given):
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     bound = _bind(q, k, k, spec, sm_scale, precision, backend, "", tensors=tensors)
     out = _empty_output(q, k, rows, dtype)
     if bound.is_empty or out.numel() == 0:
@@ -46,7 +46,7 @@ def _second_pass(q, k, lse, rows, spec, sm_scale, precision, backend, dtype, *gi
 
 def _without_gradient(*args):
     q, k, lse, _, spec, *_ = args
-    tensors = (q, k, lse, *args[9:12])
+    tensors = (q, k, lse, *args[9:])
     _refuse_tangents(*tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         name = {"weights": "attention_weights"}.get(Spec.parse(spec).returns, "column_sums")
@@ -67,7 +67,7 @@ torch.library.register_vmap("tilewise::second_pass", second_pass_rule(_OPERATOR)
 @torch.library.register_fake("tilewise::second_pass", lib=_LIB)
 def _second_pass_fake(q, k, lse, rows, spec, sm_scale, precision, backend, dtype, *given):
     check_tensors(q, k, k)
-    describe(Spec.parse(spec), _tensors_of(given), q, k)
+    describe(Spec.parse(spec), _tensors_of(given, spec), q, k)
     return _empty_output(q, k, rows, dtype)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from .errors import InvalidInput
 
 __all__ = [
     "ALIGNMENTS",
+    "FN_SLOTS",
     "NO_TENSORS",
     "RETURNS",
     "SLOTS",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 ALIGNMENTS = ("bottom_right", "top_left")
-STEPS = ("softcap", "alibi", "bias")  # what a score step can be
+STEPS = ("softcap", "alibi", "bias", "fn")  # what a score step can be
 TERMS = (*STEPS, "sink", "segment", "row", "dense", "dropout")  # all that a backend may lack
 RETURNS = ("max_logit", "weights", "column_sums")  # what a call may want besides o and lse
 _FLAGS = ("sink", "segment", "row", "dense")
@@ -66,10 +68,17 @@ class Tensors(NamedTuple):
     dense: Any = None
     seed: Any = None
     plan: Any = None
+    fn0: Any = None
+    fn1: Any = None
+    fn2: Any = None
+    fn3: Any = None
 
 
 NO_TENSORS = Tensors()
 SLOTS = Tensors._fields
+FN_SLOTS = ("fn0", "fn1", "fn2", "fn3")  # the tensors of a score function, in the order in which it takes them
+# A score function's step says its name, how many tensors it takes and the hash of its source: "fn:relative/1@0f3c...".
+_FN_STEP = re.compile(r"[A-Za-z_]\w*/([0-4])@[0-9a-f]{16}")
 _SLOTS_OF = {
     "alibi": ("slopes",),
     "bias": ("bias",),
@@ -95,6 +104,7 @@ _ADVICE = {
     "softcap": "Two caps in a row have no single one that equals them.",
     "alibi": "Add the slopes and give one tensor.",
     "bias": "Add the biases and give one tensor.",
+    "fn": "Write one function that does both, in the order that you mean.",
     "sink": "Give one logit a head: torch.logaddexp(first, second).",
     "dropout": "Give one probability: 1 - (1 - first) * (1 - second).",
 }
@@ -152,7 +162,8 @@ class Spec:
         align: ``"bottom_right"`` (the last query sits on the last key; the default) or ``"top_left"`` (the first query sits
             on the first key). It has no meaning where no bound and no ALiBi uses positions, and is then always
             ``"bottom_right"``.
-        score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"`` and ``"bias"``, at most one of each.
+        score: the score steps in their order: ``"softcap:30.0"``, ``"alibi"``, ``"bias"`` and ``"fn:NAME/TENSORS@HASH"`` (a
+            function of the user's own, ``score_fn``), at most one of each.
         sink, segment, row, dense: does the spec have this term?
         dropout: the probability with which a weight is dropped, as ``"0.1"``; ``""`` for none.
         plan: which tables of tiles ``tilewise.plan`` made for the mask's tensors, and for which call; ``""`` for none. It changes
@@ -202,7 +213,8 @@ class Spec:
     @property
     def has_positions(self) -> bool:
         """Does any term depend on the position of a query, and so on the alignment?"""
-        return self.upper is not None or self.lower is not None or "alibi" in self.score
+        placed = any(name in ("alibi", "fn") for name in self.steps)
+        return self.upper is not None or self.lower is not None or placed
 
     @property
     def form(self) -> Spec:
@@ -213,6 +225,16 @@ class Spec:
     def softcap(self) -> float | None:
         """The cap of the softcap step; ``None`` without one."""
         return next((float(step[8:]) for step in self.score if step.startswith("softcap:")), None)
+
+    @property
+    def function(self) -> str | None:
+        """The step that is a function of the user's own, whole; ``None`` without one."""
+        return next((step for step in self.score if step.startswith("fn:")), None)
+
+    @property
+    def natural(self) -> bool:
+        """May scores be so large that they must stay natural, because times log2(e) they would overflow?"""
+        return any(name in ("bias", "fn") for name in self.steps)
 
     @property
     def p_dropout(self) -> float:
@@ -234,6 +256,8 @@ class Spec:
     def slots(self) -> tuple[str, ...]:
         """The names (out of ``SLOTS``) of the tensors that the terms need."""
         named = tuple(slot for term in self.terms for slot in _SLOTS_OF.get(term, ()))
+        if self.function is not None:
+            named += FN_SLOTS[: int(self.function.partition("@")[0].rpartition("/")[2])]
         return (*named, "plan") if self.plan else named
 
     def __and__(self, other: Spec) -> Spec:
@@ -302,7 +326,9 @@ class Spec:
                 fields[name] = value
             elif name == "softcap":
                 score.append(f"softcap:{_number(text, name, value)!r}")
-            elif name in STEPS and not value:
+            elif name == "fn" and _FN_STEP.fullmatch(value):
+                score.append(f"fn:{value}")
+            elif name in ("alibi", "bias") and not value:
                 score.append(name)
             elif name in _FLAGS and not value:
                 fields[name] = True
@@ -313,7 +339,7 @@ class Spec:
                 raise InvalidInput(
                     f"mask {text!r}: unknown term {part.strip()!r}. "
                     "Expected 'full', 'causal', or 'upper:INT', 'lower:INT', 'align:NAME', 'softcap:NUMBER', 'alibi', 'bias', "
-                    "'sink', 'segment', 'row', 'dense' and 'dropout:NUMBER' joined by commas."
+                    "'fn:NAME/TENSORS@HASH', 'sink', 'segment', 'row', 'dense' and 'dropout:NUMBER' joined by commas."
                 )
         return Spec(**fields, score=tuple(score))
 

@@ -1,7 +1,7 @@
 """Score steps and sinks on tiles of plain PyTorch: what a spec does to a tile of scores, and the gradients of its tensors.
 
-Scores of a tile are in base two (``s log2(e)``), or natural where the spec has a bias: times log2(e) the lowest finite value would
-overflow to -inf, and a row of it would be taken for an empty one.
+Scores of a tile are in base two (``s log2(e)``), or natural where the spec has a bias or a function of the user's own: times
+log2(e) the lowest finite value would overflow to -inf, and a row of it would be taken for an empty one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 import torch
 
 from ..bodies import alibi, softcap_slope
+from ..functions import function_of
 from ..problem import Problem
-from ..spec import Tensors
+from ..spec import FN_SLOTS, Tensors
 
 __all__ = ["At", "TileScores"]
 
@@ -26,12 +27,14 @@ class TileScores:
     def __init__(self, problem: Problem, tensors: Tensors, dtype: torch.dtype):
         self.problem, self.dtype = problem, dtype
         self.steps = problem.spec.steps
-        self.natural = "bias" in self.steps
+        self.natural = problem.spec.natural
         self.unit = 1.0 if self.natural else _LOG2E
         self.cap = (problem.spec.softcap or 0.0) * self.unit
         self.bias = self._grouped(tensors.bias)
         self.slopes = None if tensors.slopes is None else self._grouped(tensors.slopes.to(dtype) * self.unit)
         self.sink = None if tensors.sink is None else self._grouped(tensors.sink.to(dtype))
+        self.function = function_of(problem.spec) if problem.spec.function is not None else None
+        self.given = tuple(getattr(tensors, slot) for slot in FN_SLOTS if slot in problem.spec.slots)
         self.positions: torch.Tensor | None = None  # of the queries, where they do not follow one another
 
     def _grouped(self, t: torch.Tensor | None) -> torch.Tensor | None:
@@ -57,21 +60,47 @@ class TileScores:
             q_pos = self.positions[queries].to(self.dtype)[:, None]
         return (q_pos - torch.arange(keys.start, keys.stop, device=device, dtype=self.dtype)).abs_()
 
-    def apply(self, s: torch.Tensor, at: At, keys: slice) -> torch.Tensor | None:
-        """Change the scores in place. Returns the derivative of the softcap, if there is one."""
-        slope = None
+    def _places(self, at: At, keys: slice, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """What a score function takes beside the scores: indices and positions that broadcast to a tile, and its tensors."""
+        batch, heads, group, queries = at
+        numbers = [torch.arange(part.start, part.stop, device=device) for part in (batch, heads, group, queries, keys)]
+        b, h, g, q, k = (n.view([-1 if dim == place else 1 for dim in range(5)]) for place, n in enumerate(numbers))
+        q_pos = q + self.problem.q_start if self.positions is None else self.positions[queries][:, None]
+        return b, h * self.problem.group + g, q_pos, k, *self.given
+
+    def apply(self, s: torch.Tensor, at: At, keys: slice, backward: bool = False) -> list[torch.Tensor | None]:
+        """Change the scores in place. Returns the derivative of each step, in their order, if ``backward``; ``None``: it is 1."""
+        slopes: list[torch.Tensor | None] = []
         for step in self.steps:
             tile = s.view(*self._sizes((*at, keys)))
+            slope = None
             if step == "softcap":
                 s.div_(self.cap).tanh_()
-                slope = softcap_slope(s)
+                slope = softcap_slope(s) if backward else None
                 s.mul_(self.cap)
             elif step == "alibi" and self.slopes is not None:
-                slopes = self._part(self.slopes, at[:3])[..., None, None]
-                tile.copy_(alibi(tile, slopes, self._distance(at[3], keys, s.device)))
+                by = self._part(self.slopes, at[:3])[..., None, None]
+                tile.copy_(alibi(tile, by, self._distance(at[3], keys, s.device)))
+            elif step == "fn" and self.function is not None:
+                places = self._places(at, keys, s.device)
+                slope = self.function.slopes(tile, *places) if backward else None
+                slope = slope if slope is None else slope.reshape(s.shape)
+                tile.copy_(self.function.scores(tile, *places))
             elif self.bias is not None:
                 tile.add_(self._part(self.bias, (*at, keys)))
-        return slope
+            slopes.append(slope)
+        return slopes
+
+    def before(self, ds: torch.Tensor, slopes: list[torch.Tensor | None], step: str = "") -> torch.Tensor:
+        """The gradient of the scores as ``step`` left them (by default: as the first one found them), from that after all."""
+        first = self.steps.index(step) + 1 if step else 0
+        for name, slope in zip(self.steps[first:], slopes[first:], strict=True):
+            if slope is not None and name == "fn":
+                # Where a key has no weight the derivative may be anything.
+                ds = torch.where(ds == 0, 0.0, ds * slope)
+            elif slope is not None:
+                ds = ds * slope
+        return ds
 
     def weights(self, s: torch.Tensor, pivot: torch.Tensor, log_l: torch.Tensor | None = None) -> torch.Tensor:
         """``exp(s - pivot)`` in place, whatever the unit of both, divided by ``2 ** log_l`` if that is given."""
@@ -95,11 +124,6 @@ class TileGradients:
 
     def __init__(self, scores: TileScores, grads: Tensors):
         self.scores, self.grads = scores, grads
-        steps = scores.steps
-        capped = steps.index("softcap") if "softcap" in steps else len(steps)
-        # A step behind the softcap does not feel its derivative.
-        self.bias_first = "bias" in steps and steps.index("bias") < capped
-        self.alibi_first = "alibi" in steps and steps.index("alibi") < capped
         self._sums: dict[str, torch.Tensor] = {}
         for name in ("bias", "slopes", "sink"):
             out = getattr(grads, name)
@@ -115,19 +139,18 @@ class TileGradients:
     def _sum(self, name: str) -> torch.Tensor | None:
         return self.scores._grouped(self._sums.get(name))
 
-    def add(self, ds: torch.Tensor, slope: torch.Tensor | None, at: At, keys: slice) -> None:
-        """``ds``: the gradient of a tile's scores after all steps. ``slope``: the derivative of the softcap."""
+    def add(self, ds: torch.Tensor, slopes: list[torch.Tensor | None], at: At, keys: slice) -> None:
+        """``ds``: the gradient of a tile's scores after all steps. ``slopes``: the derivatives of the steps."""
         sizes = self.scores._sizes((*at, keys))
-        before = ds if slope is None else ds * slope
         total = self._sum("bias")
         if total is not None:
             part = self.scores._part(total, (*at, keys))
-            part.add_((before if self.bias_first else ds).view(sizes).sum_to_size(part.shape))
+            part.add_(self.scores.before(ds, slopes, "bias").view(sizes).sum_to_size(part.shape))
         total = self._sum("slopes")
         if total is not None:
             part = self.scores._part(total, at[:3])
             distance = self.scores._distance(at[3], keys, ds.device)
-            weighed = (before if self.alibi_first else ds).view(sizes) * distance
+            weighed = self.scores.before(ds, slopes, "alibi").view(sizes) * distance
             part.sub_(weighed.sum((-1, -2)).sum_to_size(part.shape))
 
     def add_sink(self, sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, at: At) -> None:

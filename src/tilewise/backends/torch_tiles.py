@@ -421,7 +421,7 @@ def _backward_tile(
         keys = work.keys(n_block)
         kt, vt = work.load(k[:, :, keys]), work.load(v[:, :, keys])
         s = work.scores(rows.q, kt)
-        slope = work.steps.apply(s, rows.at, keys)
+        slopes = work.steps.apply(s, rows.at, keys, backward=True)
         if kind == MASKED:
             work.hide(s, work.queries(m_block), keys)
         p = work.steps.weights(s, rows.pivot, rows.log_l)
@@ -437,9 +437,8 @@ def _backward_tile(
         if dropped is not None:
             dp.masked_fill_(dropped, 0.0).mul_(work.keep_scale)
         ds = p.mul_(dp.sub_(rows.delta))
-        more.add(ds, slope, rows.at, keys)
-        if slope is not None:
-            ds.mul_(slope)
+        more.add(ds, slopes, rows.at, keys)
+        ds = work.steps.before(ds, slopes)
         if dk_sum is not None:
             part = work.scratch("dk", *kt.shape)
             torch.baddbmm(part, ds.transpose(1, 2), rows.q, beta=0, alpha=scale, out=part)

@@ -66,8 +66,10 @@ class Call:
     def part(self, batch: slice, heads: slice) -> Call:
         """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives.
 
-        Not with dropout, whose mask depends on the number of the batch entry and on the head.
+        Not with dropout, whose mask depends on the number of the batch entry and on the head, nor with a score function, which may.
         """
+        if self.spec.function is not None:
+            raise InvalidInput("a call with a score function has no parts: the function would see other batches and heads.")
         if self.spec.dropout:
             raise InvalidInput("a part of a call with dropout has other masks than the whole: take the spec's dropout away first.")
         group = self.q.shape[1] // self.k.shape[1]

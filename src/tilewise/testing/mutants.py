@@ -26,6 +26,7 @@ from ..merge import merge
 from ..spec import Spec
 from .gauntlet import GAUNTLET
 from .mutant_drop import DROP_MUTANTS
+from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
@@ -37,8 +38,8 @@ from .tangents import JVP_ENTRIES
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS),
-    *(*DROP_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS),
+    *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
+    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")

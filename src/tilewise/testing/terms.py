@@ -9,6 +9,7 @@ import torch
 from ..operands import DIMS
 from ..spec import SLOTS, Spec, Tensors
 from ..terms import alibi, bias, dense, dropout, row_intervals, segments, sink, softcap
+from .score_functions import example
 
 __all__ = ["draw_terms"]
 
@@ -20,7 +21,7 @@ def draw_terms(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Spec:
-    """The spec of words like ``"bias:1hqk softcap:5 alibi sink segment dropout:0.2"``, in their order.
+    """The spec of words like ``"bias:1hqk softcap:5 alibi fn:relative sink segment dropout:0.2"``, in their order.
 
     After the name of a tensor stands a letter for each dim that it has and a 1 for each that it broadcasts in.
     ``dtype`` is that of the biases, in which a word ``bias:...:-inf`` hides about one key in four. ``shape`` is that of a call:
@@ -47,6 +48,8 @@ def draw_terms(
             if extra:
                 drawn = drawn.masked_fill(torch.rand(drawn.shape, generator=generator) < 0.25, float(extra))
             spec &= bias(drawn.to(dtype))
+        elif name == "fn":
+            spec &= example(dims, shape[0], shape[1], generator)
         elif name == "sink":
             spec &= sink(normal(dims or "h") * 2)
         elif name == "dropout":

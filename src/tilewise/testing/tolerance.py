@@ -26,8 +26,9 @@ from typing import Any, cast
 import torch
 
 from ..errors import AttentionError
+from ..functions import function_of
 from ..operands import full_rank
-from ..reference import distance_of, factor_of, mask_of, reference, scored, softmax_of
+from ..reference import distance_of, factor_of, mask_of, places_of, reference, scored, softmax_of
 from ..spec import RETURNS
 from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
 from .extras import expected_of, rounding_of, silent_of
@@ -195,7 +196,8 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     # Terms of one sign drift: D equal ones have |s| / size = sqrt(D), and their partial sums err by a multiple of D.
     drift = s.abs() * (s / torch.where(size == 0, 1.0, size)).square() / 8
     score = score_unit * (1 + s.abs() + size + drift)
-    s, score, slope, slope_error = _through_steps(call, s, score, score_unit)
+    s, score, slopes = _through_steps(call, s, score, score_unit)
+    slope, slope_error = slopes[0]
     ok = ok & (s != float("-inf"))
     s, score = torch.where(ok, s, 0.0), torch.where(ok, score, 0.0)
     sink = call.spec.tensors.sink
@@ -217,8 +219,8 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
         ds_error = p_error * (dp_size + delta_size) + floor * ok
         ds = p * (dp - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
         sharing = (eps_in / 2 + row) * delta_size
-        out.update(_tensor_rounding(call, expected, ds_error, sharing * p, slope, slope_error, ds))
-        ds_error = ds_error * slope + ds.abs() * slope_error
+        out.update(_tensor_rounding(call, expected, ds_error, sharing * p, slopes, ds))
+        ds_error = ds_error * slope.abs() + ds.abs() * slope_error
         shared = sharing * ((p * slope) @ k).abs() + row * expected["dq"].abs()
         out["dq"] = abs(call.scale) * (_rss(ds_error, k) + shared)
         out["dk"] = _fold((abs(call.scale) * _rss(ds_error.transpose(-1, -2), q)).square(), heads_kv).sqrt()
@@ -234,20 +236,34 @@ def _size(s: torch.Tensor) -> torch.Tensor:
     return torch.where(s.abs() > 1e30, 0.0, s.abs())
 
 
-def _through_steps(call: Call, s: torch.Tensor, error: torch.Tensor, unit: float) -> tuple[torch.Tensor, ...]:
-    """Scores and their errors after the spec's steps, and the derivative of the softcap with its error."""
-    slope, slope_error = torch.ones_like(s), torch.zeros_like(s)
+def _through_steps(
+    call: Call, s: torch.Tensor, error: torch.Tensor, unit: float
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Scores and their errors after the spec's steps; the derivative of the steps from each on (at the end: 1) with its error."""
+    own = []
     for step in call.spec.score:
         one = dataclasses.replace(call.spec, score=(step,))
         before, s = s, scored(s, one, call.spec.tensors)
+        slope, slope_error = torch.ones_like(s), torch.zeros_like(s)
         if one.softcap is not None:
             slope = 1 - (s / one.softcap).square()
             # The second derivative carries the error of the score; what enters tanh is rounded, too.
             error = error + unit * before.abs().clamp(max=2 * one.softcap)
             slope_error = 2 * (s / one.softcap).abs() * slope * error / one.softcap + unit
-            error = error * slope
-        error = error + unit * _size(s)
-    return s, error, slope, slope_error
+        elif one.function is not None:
+            function, places = function_of(one), places_of(one, before, call.spec.tensors)
+            found = function.slopes(before, *places)
+            if found is not None:
+                near = [function.slopes(before + e, *places) for e in (error, -error)]
+                slope = found
+                slope_error = sum((n - found).abs() for n in near if n is not None) + unit * found.abs()
+        error = error * slope.abs() + unit * _size(s)
+        own.append((slope, slope_error))
+    slopes = [(torch.ones_like(s), torch.zeros_like(s))]
+    for slope, slope_error in reversed(own):
+        after, after_error = slopes[0]
+        slopes.insert(0, (slope * after, slope.abs() * after_error + slope_error * after.abs()))
+    return s, error, slopes
 
 
 def _tensor_rounding(
@@ -255,21 +271,19 @@ def _tensor_rounding(
     expected: dict[str, torch.Tensor],
     error: torch.Tensor,
     shared: torch.Tensor,
-    slope: torch.Tensor,
-    slope_error: torch.Tensor,
+    slopes: list[tuple[torch.Tensor, torch.Tensor]],
     ds: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """The rounding terms of dbias, dslopes and dsink: ``error`` of ds is independent, ``shared`` is of the row."""
     tensors, steps, out = call.spec.tensors, call.spec.steps, {}
-    capped = steps.index("softcap") if "softcap" in steps else -1
     distances = distance_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device).double()
     for step, name, weight in (("bias", "bias", 1.0), ("alibi", "slopes", distances)):
         t = getattr(tensors, name)
         if t is None or name in call.fixed:
             continue
-        first = steps.index(step) < capped
-        own = ((error * slope + ds.abs() * slope_error) if first else error) * weight
-        rows = (shared * slope if first else shared) * weight
+        slope, slope_error = slopes[steps.index(step) + 1]
+        own = (error * slope.abs() + ds.abs() * slope_error) * weight
+        rows = shared * slope.abs() * weight
         size = full_rank(name, t).shape
         if name == "slopes":
             own, rows = own.square().sum((-1, -2)).sqrt(), rows.sum(-1).square().sum(-1).sqrt()
@@ -304,12 +318,21 @@ def _at(t: torch.Tensor, index: int) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), t.shape))
 
 
+def _products(call: Call) -> torch.Tensor:
+    """The scores before the first step, in float64."""
+    q, k = call.q.double(), _repeat(call.k.double(), call.q.shape[1])
+    return (q @ k.transpose(-1, -2)) * call.scale
+
+
 def _silent(call: Call) -> dict[str, torch.Tensor]:
     """By output, where it must be exactly 0: rows that see nothing, keys that nobody sees, biases of hidden scores."""
     heads, heads_kv = call.q.shape[1], call.k.shape[1]
     ok = mask_of(call.spec, call.q.shape[2], call.k.shape[2], call.q.device)
     ok = ok.expand(call.q.shape[0], heads, *ok.shape[-2:])
     bias = call.spec.tensors.bias
+    if call.spec.function is not None:
+        s = scored(_products(call), call.spec, call.spec.tensors)
+        ok = ok & (s != float("-inf"))
     if bias is not None and not (call.spec.softcap and call.spec.steps[-1] == "softcap"):
         ok = ok & (full_rank("bias", bias) != float("-inf"))
     rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0

@@ -18,10 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ... import configs
 from ...configs import Config, padded
 from ...configs.wide import units_kept
+from ...functions import function_of
 from ...keep import limit_of, scale_of
 from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
-from ...spec import NO_TENSORS, Tensors
+from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from ..tables import make_table
 from . import bwd, dbias, fwd, wide_launch
@@ -142,7 +143,13 @@ def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
 def _steps(problem: Problem) -> tuple[float, tuple[str, ...]]:
     """The unit of the scores (log2(e), or 1 where they are natural), and the names of the steps."""
     steps = problem.spec.steps
-    return 1.0 if "bias" in steps else LOG2_E, steps
+    return 1.0 if problem.spec.natural else LOG2_E, steps
+
+
+def own_function(spec: Spec, tensors: Tensors) -> tuple[Any, ...]:
+    """The user's own function as kernels take it: ``(fn, derivative, tensors)``; no derivative stands for 1 everywhere."""
+    function = function_of(spec)
+    return function.fn, function.derivative, tuple(getattr(tensors, slot) for slot in FN_SLOTS if slot in spec.slots)
 
 
 def _scores(problem: Problem, tensors: Tensors, config: Config) -> tuple[Any, dict[str, Any]]:
@@ -154,14 +161,12 @@ def _scores(problem: Problem, tensors: Tensors, config: Config) -> tuple[Any, di
     given = (None if t is None else (t, broadcast_strides(t)) for t in (tensors.slopes, tensors.bias))
     if tensors.bias is not None and max(broadcast_strides(tensors.bias)[2:]) >= _FAR_STRIDE:
         steps = tuple("bias_far" if step == "bias" else step for step in steps)
+    own = None
+    if problem.spec.function is not None:
+        own = own_function(problem.spec, tensors)
+        steps = tuple(problem.spec.function if step == "fn" else step for step in steps)
     tails = (problem.seqlen_q % config.block_m != 0, problem.seqlen_k % config.block_n != 0)
-    return ((cap, 1.0 / cap) if cap else None, *given), {"STEPS": steps, "NATURAL": unit == 1.0, "TAILS": tails}
-
-
-def _place(problem: Problem, step: str) -> str:
-    """Does the gradient of a step feel the derivative of a softcap "after" which it comes, or "before" which?"""
-    steps = problem.spec.steps
-    return "before" if "softcap" in steps and steps.index(step) < steps.index("softcap") else "after"
+    return ((cap, 1.0 / cap) if cap else None, *given, own), {"STEPS": steps, "NATURAL": unit == 1.0, "TAILS": tails}
 
 
 def _sink(tensors: Tensors) -> Any:
@@ -259,7 +264,7 @@ def _dq(
         *(*masked, score, dslopes, _drop(p, tensors)),
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    needs = {"NEED_DQ": need_dq, "DSLOPES": "" if dslopes is None else _place(p, "alibi")}
+    needs = {"NEED_DQ": need_dq, "DSLOPES": dslopes is not None}
     return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs})
 
 
@@ -360,7 +365,7 @@ def launch_dbias(
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
-    own = {"PLACE": _place(p, "bias"), "SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
+    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
     shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
     plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
     return plan.launch(q, k, v, do, grad, lse, delta)

@@ -31,7 +31,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import load_rows, scored, slope_gradient, weights
+from .scores import before, load_rows, scored, slope_gradient, weights
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -92,9 +92,9 @@ def _dkdv_tiles(
         qk_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         if len(STEPS) > 0:
             lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
-            s_t, slope = scored(
+            s_t, slope, _ = scored(
                 qk_t * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "",
             )  # fmt: skip
             p_t = weights(s_t, lse2[None, :], log_l[None, :], NATURAL)
         else:
@@ -128,7 +128,7 @@ def _dkdv_tiles(
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
-                ds_t *= slope
+                ds_t = before(ds_t, slope, score)
             if SPLIT == 1:
                 q_part = q_tile
             else:
@@ -228,9 +228,9 @@ def _dq_tiles(
         # [BLOCK_M, BLOCK_N]
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if len(STEPS) > 0:
-            s, slope = scored(
+            s, slope, late = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "alibi",
             )  # fmt: skip
             p = weights(s, lse2[:, None], log_l[:, None], NATURAL)
         else:
@@ -246,10 +246,10 @@ def _dq_tiles(
         if drop is not None:
             dp = tl.where(kept(of_batch, head, start_m, start_n, dp.shape[0], BLOCK_N, False), dp * drop[4], 0.0)
         ds = p * (dp - delta[:, None])
-        if DSLOPES != "":
-            dslope += slope_gradient(ds, slope, q_pos, start_n, DSLOPES)
+        if DSLOPES:
+            dslope += slope_gradient(before(ds, late, score), q_pos, start_n)
         if len(STEPS) > 0:
-            ds *= slope
+            ds = before(ds, slope, score)
         if NEED_DQ:
             if SPLIT == 1:
                 k_part = k_tile
@@ -318,7 +318,7 @@ def _dq_kernel(
             score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, SPLIT, PRECISION, BULK, WIDEN,
         )  # fmt: skip
-    if DSLOPES != "":
+    if DSLOPES:
         tl.store(dslopes_ptr + head_rows + offs_m, dslope, mask=offs_m < seqlen_q)
     if NEED_DQ:
         dq = dq * sm_scale

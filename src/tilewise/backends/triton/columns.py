@@ -48,7 +48,7 @@ def _column_tiles(
         if len(STEPS) > 0:
             s_t = scored(
                 s_t, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "",
             )[0]  # fmt: skip
         pivot = tl.load(lse_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
         pivot = tl.where(pivot == -float("inf"), float("inf"), pivot)

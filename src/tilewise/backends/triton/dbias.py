@@ -10,7 +10,7 @@ import triton.language as tl
 from .bwd import _load_pivot
 from .drop import drop_terms, kept
 from .parts import LENGTHS, allowed, key_terms, load_tile, query_terms, round_bf16, schedule, seen, tile_range
-from .scores import scored, weights
+from .scores import before, scored, weights
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -18,7 +18,7 @@ def _dbias_kernel(
     q, k, v, do, dbias_ptr, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dbias_strides,
     mask, score, drop, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2,
     bias_heads, over_batch, over_heads, m_blocks, n_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, PLACE: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
     MASKS: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -59,8 +59,8 @@ def _dbias_kernel(
         delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
         # [BLOCK_M, BLOCK_N]
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * qk_scale2
-        s, slope = scored(
-            s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE
+        s, _every_slope, slope = scored(
+            s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE, "bias"
         )
         p = weights(s, pivot[:, None], log_l[:, None], NATURAL)
         ok = allowed((q_start + offs_m)[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
@@ -74,9 +74,7 @@ def _dbias_kernel(
             keep = kept(drop_terms(drop, batch), head, start_m, start_n, BLOCK_M, BLOCK_N, False)
             dp = tl.where(keep, dp * drop[4], 0.0)
         ds = p * (dp - delta[:, None])
-        if PLACE == "before":
-            ds *= slope
-        total += ds
+        total += before(ds, slope, score)
 
     rows = first_m * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = first_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,11 +1,12 @@
 """Score steps and sinks in Triton kernels: what a spec does to a tile of scores.
 
 ``STEPS`` names the steps in their order, as a kernel is compiled for them: "softcap", "alibi", "bias" ("bias_far": its offsets
-inside a tile need 64 bits). ``score`` holds their arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides))``, None where
-the spec has no such step.
+inside a tile need 64 bits); any other is a function of the user's own, by its whole step, hash included. ``score`` holds their
+arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides), (fn, derivative, tensors))``, None for a step that is not there.
+Triton hashes the source of functions that stand in such a tuple (not of those in a tuple that is a constant).
 
-NATURAL: scores are natural and not in base two. They are where the spec has a bias: times log2(e) the lowest finite value would
-overflow to -inf, and a row of it would be taken for an empty one.
+NATURAL: scores are natural and not in base two. They are where the spec has a bias or a function: times log2(e) the lowest finite
+value would overflow to -inf, and a row of it would be taken for an empty one.
 """
 
 import triton
@@ -67,9 +68,10 @@ def load_bias(
 def scored(
     s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k,
     KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """``(scores after the steps, derivative of the softcap)`` of a tile [queries, keys], or [keys, queries] if KEYS_FIRST.
+    """``(scores after the steps, derivative of all steps, derivative of those after the step OF)`` of a tile [queries, keys], or
+    [keys, queries] if KEYS_FIRST.
 
     TAILS: is the last tile of queries ragged, and that of keys? A tile of streamed keys that is not MASKED is then not the last.
     """
@@ -78,11 +80,14 @@ def scored(
     rows: tl.constexpr = s.shape[k_axis]
     keys: tl.constexpr = s.shape[q_axis]
     slope = 1.0
+    late = 1.0
     for i in tl.static_range(len(STEPS)):
         if STEPS[i] == "softcap":
             t = tanh(s * score[0][1], tl.float32 == DTYPE)
             s = t * score[0][0]
-            slope = softcap_slope(t)
+            by = softcap_slope(t)
+            slope = by * slope
+            late = by * late
         elif STEPS[i] == "alibi":
             at = score[1][0] + batch.to(tl.int64) * score[1][1][0] + head.to(tl.int64) * score[1][1][1]
             by = tl.load(at).to(tl.float32)
@@ -90,20 +95,49 @@ def scored(
                 by *= LOG2_E
             q_pos = q_start + start_m + tl.arange(0, rows)
             s = alibi(s, by, distances(q_pos, start_n + tl.arange(0, keys), q_axis, k_axis))
-        else:
+            if OF == "alibi":
+                late = 1.0
+        elif STEPS[i] == "bias" or STEPS[i] == "bias_far":
             s += load_bias(
                 score[2][0], score[2][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, q_axis, k_axis,
                 TAILS[0], TAILS[1] and (MASKED or KEYS_FIRST), STEPS[i] == "bias_far",
             )  # fmt: skip
-    return s, slope
+            if OF == "bias":
+                late = 1.0
+        else:
+            # Positions end with the sequences, so that what the function loads is there.
+            offs_m = start_m + tl.arange(0, rows)
+            offs_n = start_n + tl.arange(0, keys)
+            if TAILS[0]:
+                offs_m = tl.minimum(offs_m, seqlen_q - 1)
+            if TAILS[1]:
+                offs_n = tl.minimum(offs_n, seqlen_k - 1)
+            q_pos = tl.expand_dims(q_start + offs_m, q_axis)
+            kv_pos = tl.expand_dims(offs_n, k_axis)
+            if score[3][1] is not None:
+                by = tl.cast(score[3][1](s, batch, head, q_pos, kv_pos, *score[3][2]), tl.float32)
+                slope = by * slope
+                late = by * late
+            s = tl.broadcast_to(tl.cast(score[3][0](s, batch, head, q_pos, kv_pos, *score[3][2]), tl.float32), s.shape)
+            if TAILS[0]:
+                # Whatever it makes of the zeros past the last query must not be a NaN.
+                s = tl.where(tl.expand_dims(start_m + tl.arange(0, rows), q_axis) < seqlen_q, s, 0.0)
+    return s, slope, late
 
 
 @triton.jit
-def slope_gradient(ds, slope, q_pos, start_n, PLACE: tl.constexpr):
-    """What the rows of a tile add to the gradient of the slope of ALiBi; PLACE "before" the softcap, it feels its derivative."""
+def before(ds, slope, score):
+    """The gradient of scores before steps whose derivative is ``slope``. Where a key has no weight that may be anything."""
+    if score[3] is None:
+        return ds * slope
+    else:
+        return tl.where(ds == 0.0, 0.0, ds * slope)
+
+
+@triton.jit
+def slope_gradient(ds, q_pos, start_n):
+    """What the rows of a tile add to the gradient of the slope of ALiBi; ``ds`` is that of the scores as ALiBi left them."""
     keys: tl.constexpr = ds.shape[1]
-    if PLACE == "before":
-        ds = ds * slope
     return -tl.sum(ds * distances(q_pos, start_n + tl.arange(0, keys), 1, 0), 1)
 
 
