@@ -316,8 +316,8 @@ def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | 
     Raises:
         InvalidInput: a spec whose seed is drawn anew by every call, or one that does not fit the call.
 
-    Cost: the mask in memory, and about 60 integer operations for four elements of it. Indices are checked, for which a GPU is waited
-    for. No gradient.
+    Cost: the mask in memory, and about 60 integer operations for four elements of it. Indices are checked, which waits for
+    a GPU. No gradient.
     """
     check_kinds(q, k, k)
     if not isinstance(spec, Spec):
