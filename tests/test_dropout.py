@@ -484,6 +484,9 @@ def test_a_mask_that_cannot_be_shown():
         tw.dropout_mask(q, k, spec, rows=3)  # type: ignore[arg-type]
     with pytest.raises(tw.InvalidInput, match=r"rows is torch.float32 of shape"):
         tw.dropout_mask(q, k, spec, rows=torch.tensor([0.5]))
+    for row in (9, -10):
+        with pytest.raises(tw.InvalidInput, match="outside of the 9 queries, expected -9 to 8"):
+            tw.dropout_mask(q, k, spec, rows=torch.tensor([0, row]))
     with pytest.raises(tw.InvalidInput, match="step of at least 1"):
         tw.dropout_mask(q, k, spec, rows=slice(None, None, -1))
 

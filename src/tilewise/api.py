@@ -323,7 +323,8 @@ def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | 
     Raises:
         InvalidInput: a spec whose seed is drawn anew by every call, or one that does not fit the call.
 
-    Cost: the mask in memory, and about 60 integer operations for four elements of it. No gradient.
+    Cost: the mask in memory, and about 60 integer operations for four elements of it. Indices are checked, which waits for
+    a GPU. No gradient.
     """
     check_kinds(q, k, k)
     if not isinstance(spec, Spec):
@@ -344,7 +345,9 @@ def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | 
     describe(dataclasses.replace(spec, plan=""), tensors._replace(plan=None), q, k)
     seed = full_rank("seed", tensors.seed)
     if listed is not None:
-        return chosen_rows(seed, spec.p_dropout, batch, heads, listed % seqlen_q if seqlen_q else listed, seqlen_k)
+        if bool(((listed < -seqlen_q) | (listed >= seqlen_q)).any()):
+            raise InvalidInput(f"rows holds indices outside of the {seqlen_q} queries, expected {-seqlen_q} to {seqlen_q - 1}.")
+        return chosen_rows(seed, spec.p_dropout, batch, heads, torch.where(listed < 0, listed + seqlen_q, listed), seqlen_k)
     first, last, step = (rows if isinstance(rows, slice) else slice(None)).indices(seqlen_q)
     if step < 1:
         raise InvalidInput(f"rows is {rows}, expected a step of at least 1.")
