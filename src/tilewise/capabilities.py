@@ -166,7 +166,7 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if p.spec.returns and p.spec.returns not in c.returns:
         no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     if p.jvp:
-        alone = [term for term in p.spec.terms if term not in (*SCORES, *MASKS)]
+        alone = [term for term in p.spec.terms if term == "fn" or term not in (*SCORES, *MASKS)]
         if not c.jvp:
             no("jvp", "a forward-mode derivative is asked for, it has none")
         elif alone:

@@ -94,7 +94,7 @@ def _jvp_tiles(
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
-            s, slope = scored(
+            s, slope, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
                 STEPS, NATURAL, TAILS, DTYPE,
             )  # fmt: skip

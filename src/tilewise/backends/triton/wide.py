@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .bwd import _load_pivot
 from .parts import LENGTHS, allowed, key_terms, listed, load_tile, operand, query_terms, seen, store_tile, tile_range
-from .scores import scored, weights
+from .scores import before, scored, weights
 
 _LENGTHS = (*LENGTHS, "first")
 
@@ -75,7 +75,7 @@ def _weights_kernel(
             dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     pivot, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
-    s, slope = scored(
+    s, slope, _ = scored(
         s * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE
     )
     p = weights(s, pivot[:, None], log_l[:, None], NATURAL)
@@ -94,7 +94,7 @@ def _weights_kernel(
         delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
         ds = p * (dp - delta[:, None])
         if len(STEPS) > 0:
-            ds *= slope
+            ds = before(ds, slope, score)
         tl.store(ds_ptr + first_at + at, operand(ds, DTYPE, WIDEN).to(ds_ptr.dtype.element_ty))
 
 
