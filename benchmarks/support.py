@@ -53,6 +53,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         _gradients(row),
         "yes" if row.jvp else "no",
         ", ".join(("causal", "window", *row.terms)),
+        ", ".join(("o", "lse", *row.returns)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",
         "yes" if row.deterministic else "no",
@@ -62,7 +63,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
 
 
 HEADER = (
-    *("backend", "devices", "dtypes", "head_dim", "gradients", "jvp", "masks and scores", "layout"),
+    *("backend", "devices", "dtypes", "head_dim", "gradients", "jvp", "masks and scores", "outputs", "layout"),
     *("Triton", "deterministic", "memory", "`auto` takes it"),
 )
 

@@ -219,7 +219,7 @@ def test_autocast_is_off_inside_a_backend(monkeypatch, backend):
         monkeypatch.setattr(module, direction, watched(getattr(module, direction)))
     q, k, v = qkv()
     settings = ("full", None, None, backend, "qkv")
-    o, lse, _ = FORWARD(q, k, v, *settings)
+    o, lse, *_ = FORWARD(q, k, v, *settings)
     grads = BACKWARD(o, lse, q, k, v, o, lse, *settings)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(FORWARD(q, k, v, *settings)[0], o)

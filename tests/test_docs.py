@@ -95,6 +95,14 @@ def test_readme_example_runs():
     assert "'auto' takes it" in run.stdout
 
 
+OUTPUTS = blocks((ROOT / "docs" / "outputs.md").read_text(), "python")
+
+
+@pytest.mark.parametrize("at", range(len(OUTPUTS)))
+def test_examples_of_outputs_run(at):
+    exec(compile(OUTPUTS[at], f"docs/outputs.md, example {at + 1}", "exec"), {})
+
+
 SCORES = blocks((ROOT / "docs" / "scores.md").read_text(), "python")
 
 
@@ -165,7 +173,7 @@ def test_draw_writes_the_pictures_that_are_committed(tmp_path):
     assert {p.name for p in tmp_path.glob("*.png")} == {p.name for p in (ROOT / "docs" / "pictures").glob("*.png")}
 
 
-@pytest.mark.parametrize("page", ["masks.md", "derivatives.md"])
+@pytest.mark.parametrize("page", ["masks.md", "dropout.md", "derivatives.md"])
 def test_examples_of_the_page_run(page, tmp_path):
     pytest.importorskip("matplotlib")
     examples = blocks((ROOT / "docs" / page).read_text(), "python")

@@ -18,12 +18,12 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = (
     ("errors", "arch"),
     ("spec", "terms", "masks", "bodies"),
-    ("operands", "problem"),
+    ("operands", "problem", "keep"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),
     ("batching", "ops", "ops_jvp"),
-    ("tile_map", "api", "merge", "cache"),
+    ("tile_map", "api", "merge", "cache", "second_pass"),
     ("parallel", "integrations", "cli", "testing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

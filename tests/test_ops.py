@@ -321,7 +321,7 @@ def test_opcheck_forward(layout, grad):
 
 def test_opcheck_backward():
     tensors = qkv()
-    o, lse, _ = FORWARD(*tensors, "full", None, None, BACKEND, "qkv")
+    o, lse, *_ = FORWARD(*tensors, "full", None, None, BACKEND, "qkv")
     for do, dlse, grad in ((o, lse, "qkv"), (None, lse, "k"), (o, None, "v")):
         torch.library.opcheck(BACKWARD.default, (do, dlse, *tensors, o, lse, "full", None, None, BACKEND, grad))
 

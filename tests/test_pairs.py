@@ -20,6 +20,7 @@ FEATURES = {
     "first": ("", "softcap:2", "alibi", "bias:b1qk"),
     "second": ("", "softcap:2", "alibi:bh", "bias:1hqk", "bias:b11k:-inf", "bias:k"),
     "sink": ("", "sink", "sink:bh"),
+    "dropout": ("", "dropout:0.4"),
     "heads": ((2, 2), (4, 2), (3, 1)),
     "dtype": (torch.float32, torch.float16),
     "loss": ("o", "lse", "o+lse"),
@@ -69,7 +70,7 @@ CASES = pairwise()
 def build(case: dict, seed: int):
     heads_q, heads_kv = case["heads"]
     shape = (2, heads_q, heads_kv, 37, 70, 16, 16)
-    words = " ".join(case[name] for name in ("first", "second", "sink", "mask") if case[name])
+    words = " ".join(case[name] for name in ("first", "second", "sink", "mask", "dropout") if case[name])
     spec = draw_terms(words, shape, seed=seed) & BOUNDS[case["bounds"]]
     call = random_call(shape, dtype=case["dtype"], seed=seed, spec=spec, sm_scale=case["scale"], dlse="lse" in case["loss"])
     return call.replace(do=None) if case["loss"] == "lse" else call

@@ -263,8 +263,8 @@ def test_opcheck(words):
     detached = [None if t is None else t.detach() for t in tensors]
     grad = "".join(letter for letter, t in zip("bas", detached, strict=False) if t is not None)
     with torch.no_grad():
-        o, lse, _ = FORWARD(*inputs_, *settings, "q", *detached)
-        _, _, rows = FORWARD(*inputs_, *settings, "q", *detached)
+        o, lse, *_ = FORWARD(*inputs_, *settings, "q", *detached)
+        _, _, rows, *_ = FORWARD(*inputs_, *settings, "q", *detached)
     plain = [t.detach() for t in inputs_]
     torch.library.opcheck(BACKWARD.default, (o, lse, *plain, o, lse, *settings, "qkv" + grad, rows, *detached))
 

@@ -1,15 +1,16 @@
 """tilewise: exact softmax attention for PyTorch, computed on tiles."""
 
 from . import ops_jvp as _ops_jvp  # noqa: F401 (registers an operator)
-from .api import attention, explain, plan
+from .api import attention, dropout_mask, explain, plan
 from .capabilities import CAPABILITIES, Capability
 from .errors import AttentionError, BackendBroken, BackendRefused, InvalidInput, Reason
 from .masks import chunked, documents, key_padding, prefix_lm, spans
 from .merge import merge
 from .problem import Problem
 from .reference import reference
+from .second_pass import attention_weights, column_sums
 from .spec import Spec, causal, full, window
-from .terms import alibi, bias, dense, row_intervals, segments, sink, softcap
+from .terms import alibi, bias, dense, dropout, row_intervals, segments, sink, softcap
 
 __version__ = "0.1.0"
 
@@ -25,11 +26,15 @@ __all__ = [
     "Spec",
     "alibi",
     "attention",
+    "attention_weights",
     "bias",
     "causal",
     "chunked",
+    "column_sums",
     "dense",
     "documents",
+    "dropout",
+    "dropout_mask",
     "explain",
     "full",
     "key_padding",

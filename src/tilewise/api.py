@@ -10,14 +10,16 @@ import torch
 
 from .backends import module_of
 from .errors import InvalidInput
+from .keep import chosen_rows, kept, seeded
+from .operands import describe, full_rank
 from .ops import attention_op, attention_plain, is_plain
 from .plan import MaskTensors, check_fresh, made_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, choose, table
-from .spec import NO_TENSORS, SLOTS, Spec, spec_of
+from .spec import NO_TENSORS, SLOTS, Spec, Tensors, spec_of
 from .tile_map import draw_call
 
-__all__ = ["attention", "explain", "plan"]
+__all__ = ["attention", "dropout_mask", "explain", "plan"]
 
 
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,6 +31,8 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec or None, got {type(spec).__name__}: build one with tilewise.causal().")
     given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
+    if spec.returns:
+        raise InvalidInput(f"spec has returns={spec.returns!r}, which the functions set themselves: call the one that returns it.")
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
@@ -44,12 +48,25 @@ def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, alig
     return str(spec_of(causal, window, align))
 
 
-def _check_tensors_of(spec: Spec) -> None:
-    for slot, t in zip(SLOTS, spec.tensors, strict=True):
+def _returning(name: str, spec: Spec, wanted: object) -> Spec:
+    """The spec of a call that also wants this output, if ``wanted``."""
+    if not isinstance(wanted, bool):
+        raise InvalidInput(f"return_{name} must be True or False, got {wanted!r} of type {type(wanted).__name__}.")
+    return dataclasses.replace(spec, returns=name) if wanted else spec
+
+
+def _check_tensors_of(spec: Spec, tensors: Tensors) -> None:
+    for slot, t in zip(SLOTS, tensors, strict=True):
         if t is not None:
             check_kind(slot, t, "that broadcasts over the call")
     if spec.plan and not torch.compiler.is_compiling():
         check_fresh(spec)
+
+
+def _without_a_draw(spec: Spec, q: torch.Tensor) -> Tensors:
+    """The tensors of the spec; a stand-in for a seed that a call would draw."""
+    drawn = spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor)
+    return spec.tensors._replace(seed=q.new_empty((), dtype=torch.int64)) if drawn else spec.tensors
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,6 +90,7 @@ def attention(
     align: str | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
@@ -90,10 +108,47 @@ def attention(
     align: str | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    align: str | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    precision: str | None = ...,
+    backend: str = ...,
+    spec: Spec | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
@@ -106,10 +161,11 @@ def attention(
     align: str | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     precision: str | None = None,
     backend: str = "auto",
     spec: Spec | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact softmax attention, computed on tiles.
 
     ``s = sm_scale * q k^T`` (``-inf`` where the mask hides the key), ``o = softmax(s) v``, ``lse = logsumexp(s)``.
@@ -126,16 +182,19 @@ def attention(
             first query sits on the first key. They differ when seqlen_q != seqlen_k.
         sm_scale: the factor on q k^T; any finite number, 0 and negative ones too. Default ``head_dim ** -0.5``.
         return_lse: also return ``lse``. Default False.
+        return_max_logit: also return the largest score of each batch and head, for QK-clip. Default False.
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
             ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
-        spec: mask, score steps and sinks as a ``tilewise.Spec``, instead of causal, window and align:
+        spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
         (batch, heads_q, seqlen_q), natural logarithm, float32 (float64 for float64 inputs). A row that sees no key has
-        ``o = 0``, ``lse = -inf`` and zero gradients.
+        ``o = 0``, ``lse = -inf`` and zero gradients. With ``return_max_logit`` then ``max_logit`` (batch, heads_q) in lse's dtype:
+        the largest ``s`` that the mask lets through, after the scale and all score steps (softcap, ALiBi, bias); sinks, which are
+        no scores, do not count; ``-inf`` where no query sees a key. It has no gradient.
 
     Raises:
         InvalidInput: a ValueError; the message names the argument, what came, what is expected and what to do.
@@ -158,12 +217,18 @@ def attention(
     """
     plain = is_plain(q, k, v)
     tensors = NO_TENSORS
-    if plain and spec is None:
+    if plain and spec is None and return_max_logit is False:
         mask = _known_mask(causal, window, align)
     else:
         whole = _spec(causal, window, align, spec)
-        _check_tensors_of(whole)
-        mask, tensors = str(whole), whole.tensors
+        if return_max_logit is not False:
+            whole, plain = _returning("max_logit", whole, return_max_logit), False
+        tensors = whole.tensors
+        if whole.dropout:
+            check_kinds(q, k, v)
+            tensors = seeded(whole, q.device)
+        _check_tensors_of(whole, tensors)
+        mask = str(whole)
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -180,7 +245,9 @@ def attention(
     if plain and (tensors is NO_TENSORS or all(t is None for t in tensors)):
         o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
     else:
-        o, lse = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
+        o, lse, max_logit = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
+        if return_max_logit:
+            return (o, lse, max_logit) if return_lse else (o, max_logit)
     return (o, lse) if return_lse else o
 
 
@@ -222,17 +289,63 @@ def plan(
     v = k if v is None else v
     check_kinds(q, k, v)
     mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
-    _check_tensors_of(mask)
+    known = _without_a_draw(mask, q)
+    _check_tensors_of(mask, known)
     if backward is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     q, k, v = _autocast(q, k, v)
-    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "")
+    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "", tensors=known)
     chosen = module_of(choose(problem, backend).backend)
     tensors = MaskTensors.of(mask.tensors)
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     make = getattr(chosen, "make_table", made_table)
     return planned(mask, tensors, problem, chosen.geometries(problem), make)
+
+
+def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+    """True where the dropout of ``attention(q, k, v, spec=spec)`` keeps a weight, whether the mask shows its key or not.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim), as in the call; only its shape and device matter.
+        k: (batch, heads_kv, seqlen_k, head_dim).
+        spec: a spec with ``tilewise.dropout(p, seed)``, the seed a tensor. Without dropout everything is kept.
+        rows: the queries to show: a slice, or their indices, an int64 tensor of one dim on q's device. Default ``None``: all.
+
+    Returns:
+        bool, (batch, heads_q, rows, seqlen_k).
+
+    Raises:
+        InvalidInput: a spec whose seed is drawn anew by every call, or one that does not fit the call.
+
+    Cost: the mask in memory, and about 60 integer operations for four elements of it. No gradient.
+    """
+    check_kinds(q, k, k)
+    if not isinstance(spec, Spec):
+        raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.dropout(p, seed).")
+    if spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor):
+        raise InvalidInput("every call draws a seed of its own for this spec: give it one, tilewise.dropout(p, seed=tensor).")
+    (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
+    listed = rows if isinstance(rows, torch.Tensor) else None
+    if listed is not None and (listed.dtype != torch.int64 or listed.dim() != 1 or listed.device != q.device):
+        got = f"{listed.dtype} of shape {tuple(listed.shape)} on {listed.device}"
+        raise InvalidInput(f"rows is {got}, expected int64 of one dim on {q.device}.")
+    if listed is None and rows is not None and not isinstance(rows, slice):
+        raise InvalidInput(f"rows must be a slice, an int64 tensor or None, got {type(rows).__name__}.")
+    if not spec.dropout:
+        whole = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=q.device).expand(batch, heads, seqlen_q, seqlen_k)
+        return whole if rows is None else whole[:, :, rows]
+    tensors = seeded(spec, q.device)
+    describe(dataclasses.replace(spec, plan=""), tensors._replace(plan=None), q, k)
+    seed = full_rank("seed", tensors.seed)
+    if listed is not None:
+        return chosen_rows(seed, spec.p_dropout, batch, heads, listed % seqlen_q if seqlen_q else listed, seqlen_k)
+    first, last, step = (rows if isinstance(rows, slice) else slice(None)).indices(seqlen_q)
+    if step < 1:
+        raise InvalidInput(f"rows is {rows}, expected a step of at least 1.")
+    every = torch.arange(heads, device=q.device)
+    shown = kept(seed, spec.p_dropout, slice(0, batch), every, slice(first, max(first, last)), slice(0, seqlen_k))
+    return shown[:, :, ::step]
 
 
 def explain(
@@ -262,7 +375,8 @@ def explain(
     """
     mask = _spec(causal, window, align, spec)
     check_kinds(q, k, v)
-    _check_tensors_of(mask)
+    known = _without_a_draw(mask, q)
+    _check_tensors_of(mask, known)
     q, k, v = _autocast(q, k, v)
     problem = Problem.bind(
         q,
@@ -272,6 +386,7 @@ def explain(
         sm_scale,
         precision,
         grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *mask.tensors[:3]))),
+        tensors=known,
     )
     text = explain_problem(problem)
     if picture is None:

@@ -1,17 +1,24 @@
-"""The batching rules of the operators: under ``torch.func.vmap`` the mapped dim is folded into the batch."""
+"""The batching rules of the operators: under ``torch.func.vmap`` the mapped dim is folded into the batch.
+
+Dropout counts the entries of the folded batch, so that examples have masks of their own. Where a seed is mapped, or only the
+backward pass, or where randomness is "same", an example has the masks of the call alone: its seeds go with their numbers then.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .errors import InvalidInput
 from .operands import DIMS, full_rank
-from .spec import SLOTS
+from .spec import SLOTS, Spec
 
-__all__ = ["backward_rule", "forward_rule", "jvp_rule"]
+__all__ = ["backward_rule", "forward_rule", "jvp_rule", "second_pass_rule"]
 
+_PLAN = SLOTS.index("plan")
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
 
 
@@ -42,17 +49,53 @@ def _folded_operand(slot: str, t: torch.Tensor | None, dim: int | None, size: in
     return moved.expand(size, batch, *moved.shape[2:]).flatten(0, 1)
 
 
+def _without_plan(spec: str, operands: list[Any]) -> tuple[str, list[Any]]:
+    """A spec's plan was made for the batch of one sample, and changes no result: the folded call goes without it."""
+    if not operands or operands[_PLAN] is None:
+        return spec, operands
+    operands[_PLAN] = None
+    return str(dataclasses.replace(Spec.parse(spec), plan="")), operands
+
+
 def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
     return [*in_dims, *(None,) * (count - len(in_dims))]
 
 
-def _operands(args: Sequence[Any], dims: Sequence[Any], size: int, batch: int, grad: str) -> list[Any]:
+def _folded_seed(t: torch.Tensor | None, dim: int | None, size: int, batch: int, alone: bool) -> torch.Tensor | None:
+    """Seeds for the folded batch: (size * batch, 3) of seed, number of the entry, and how many there are; or the one seed of all.
+
+    ``alone``: an example has the masks that it would have outside of vmap.
+    """
+    if t is None:
+        return None
+    one = full_rank("seed", _sample(t, dim))
+    counted = one.shape[1] > 1
+    if dim is None and not alone and not counted:
+        return one
+    seeds = one[None] if dim is None else t.movedim(dim, 0).reshape(size, *one.shape)
+    seeds = seeds.expand(size, batch, one.shape[1])
+    if counted:
+        own, number, count = seeds.unbind(-1)
+    else:
+        own, number = seeds[..., 0], torch.arange(batch, device=t.device).expand(size, batch)
+        count = torch.full_like(number, batch)
+    if dim is None and not alone:
+        number, count = number + count * torch.arange(size, device=t.device)[:, None], count * size
+    return torch.stack((own, number, count), -1).flatten(0, 1)
+
+
+def _operands(args: Sequence[Any], dims: Sequence[Any], size: int, batch: int, grad: str, alone: bool) -> list[Any]:
     """The tensors of the spec, folded. Empty if the call names none."""
     if all(t is None for t in args):
         return []
     letters: dict[str, str] = {"bias": "b", "slopes": "a", "sink": "s"}
     folded = zip(SLOTS, args, dims, strict=True)
-    return [_folded_operand(slot, t, dim, size, batch, letters.get(slot, "-") in grad) for slot, t, dim in folded]
+    return [
+        _folded_seed(t, dim, size, batch, alone)
+        if slot == "seed"
+        else _folded_operand(slot, t, dim, size, batch, letters.get(slot, "-") in grad)
+        for slot, t, dim in folded
+    ]
 
 
 def _unfolded(t: torch.Tensor, size: int) -> tuple[torch.Tensor, int | None]:
@@ -68,7 +111,9 @@ def forward_rule(op: Any) -> Any:
         args = (*args, *(None,) * (8 + len(SLOTS) - len(args)))
         batch = _sample(args[0], dims[0]).shape[0]
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
-        outputs = op(*folded, *args[3:8], *_operands(args[8:], dims[8:], size, batch, ""))
+        alone = info.randomness == "same"
+        spec, operands = _without_plan(args[3], _operands(args[8:], dims[8:], size, batch, "", alone))
+        outputs = op(*folded, spec, *args[4:8], *operands)
         return tuple(zip(*(_unfolded(t, size) for t in outputs), strict=True))
 
     return rule
@@ -84,8 +129,9 @@ def jvp_rule(op: Any) -> Any:
         q, k, v, tq, tk, tv = (_folded(args[i], dims[i], size) for i in (0, 1, 2, 8, 9, 10))
         of_terms = zip(SLOTS, args[11:14], dims[11:14], strict=False)
         moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
-        operands = _operands(args[14:], dims[14:], size, batch, "")
-        outputs = op(q, k, v, *args[3:8], tq, tk, tv, *moved, *operands)
+        alone = info.randomness == "same"
+        spec, operands = _without_plan(args[3], _operands(args[14:], dims[14:], size, batch, "", alone))
+        outputs = op(q, k, v, spec, *args[4:8], tq, tk, tv, *moved, *operands)
         results = [_unfolded(t, size) for t in outputs]
         if all(dim is None for dim in (*dims[:3], *dims[14:])):
             # Only tangents differ: o, lse and rows are the same for all samples, and are not batched.
@@ -104,8 +150,10 @@ def backward_rule(op: Any) -> Any:
         batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
         folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
         rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
-        operands = _operands(args[13:], dims[13:], size, batch, grad)
-        outputs = op(*folded, *args[7:12], *((rows, *operands) if operands else ()))
+        # If o is not mapped, the forward pass was not: its masks are those of the call alone.
+        alone = info.randomness == "same" or dims[5] is None
+        spec, operands = _without_plan(args[7], _operands(args[13:], dims[13:], size, batch, grad, alone))
+        outputs = op(*folded, spec, *args[8:12], *((rows, *operands) if operands else ()))
         results = [_unfolded(t, size) for t in outputs[:3]]
         for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
             if letter not in grad:
@@ -118,5 +166,21 @@ def backward_rule(op: Any) -> Any:
                 g = g.sum(1, keepdim=True)
             results.append((g.reshape(size, *own.shape), 0))
         return tuple(zip(*results, strict=True))
+
+    return rule
+
+
+def second_pass_rule(op: Any) -> Any:
+    """Arguments: q, k, lse, rows, five that are no tensors, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, dims = info.batch_size, _dims(in_dims, 9 + len(SLOTS))
+        args = (*args, *(None,) * (9 + len(SLOTS) - len(args)))
+        if dims[3] is not None:
+            raise InvalidInput("rows differ from sample to sample under vmap: choose the same queries for all.")
+        batch = _sample(args[0], dims[0]).shape[0]
+        folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
+        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", False))
+        return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
 
     return rule

@@ -25,7 +25,8 @@ class Capability:
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
     descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
-    of a spec besides bounds (out of ``spec.TERMS``); ``jvp`` says whether it has forward-mode derivatives.
+    of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what it can return besides o and lse (out of ``spec.RETURNS``).
+    ``jvp`` says whether it has forward-mode derivatives.
     """
 
     backend: str
@@ -47,6 +48,7 @@ class Capability:
     terms: tuple[str, ...] = ()
     auto: bool = True
     quadratic: bool = False
+    returns: tuple[str, ...] = ()
 
 
 # In the order in which "auto" asks.
@@ -75,7 +77,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         min_compute_capability=80,
         gradients="qkvbas",
         jvp=True,
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "column_sums"),
     ),
     Capability(
         "torch",
@@ -85,7 +88,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         max_head_dim=None,
         gradients="qkvbas",
         jvp=True,
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
     ),
     Capability(
         "reference",
@@ -95,7 +99,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         max_head_dim=None,
         gradients="qkvbas",
         jvp=True,
-        terms=(*SCORES, *MASKS),
+        terms=(*SCORES, *MASKS, "dropout"),
+        returns=("max_logit", "weights", "column_sums"),
         auto=False,
         quadratic=True,
     ),
@@ -146,12 +151,16 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if lacking:
         have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
         no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    if p.spec.returns and p.spec.returns not in c.returns:
+        no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     if p.jvp:
         alone = [term for term in p.spec.terms if term not in (*SCORES, *MASKS)]
         if not c.jvp:
             no("jvp", "a forward-mode derivative is asked for, it has none")
         elif alone:
             no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
+        elif p.spec.returns:
+            no("jvp", f"the call wants {p.spec.returns}, of which it has no forward-mode derivative")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"

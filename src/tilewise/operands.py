@@ -17,7 +17,7 @@ __all__ = ["DIMS", "Operand", "default_operand", "describe", "expanded", "full_r
 
 _FLOAT = ("float16", "bfloat16", "float32", "float64")
 _INT = ("int32", "int64")
-# Extents and dtypes, by slot. Letters: batch, heads_q, queries, keys.
+# Extents and dtypes, by slot. Letters: batch, heads_q, queries, keys; the numbers of a seed (``keep.py``).
 DIMS = {
     "bias": "bhqk",
     "slopes": "bh",
@@ -27,7 +27,7 @@ DIMS = {
     "row_start": "bhq",
     "row_end": "bhq",
     "dense": "bhqk",
-    "seed": "",
+    "seed": "bn",
     "plan": "",
 }
 _DTYPES = {
@@ -45,9 +45,9 @@ _DEFAULTS = {
     "row_start": ("int32", "b1q"),
     "row_end": ("int32", "b1q"),
     "dense": ("bool", "b1qk"),
-    "seed": ("int64", ""),
+    "seed": ("int64", "11"),
 }
-_WORDS = {"b": "batch", "h": "heads_q", "q": "seqlen_q", "k": "seqlen_k"}
+_WORDS = {"b": "batch", "h": "heads_q", "q": "seqlen_q", "k": "seqlen_k", "n": "numbers"}
 
 
 class Operand(NamedTuple):
@@ -81,7 +81,7 @@ def parse_operand(slot: str, text: str) -> Operand:
 
 
 def _extents(slot: str, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    sizes = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}
+    sizes = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2], "n": 3}
     return tuple(sizes[letter] for letter in DIMS[slot])
 
 

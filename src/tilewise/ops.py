@@ -12,13 +12,13 @@ have an operator of their own (``ops_jvp``), and second derivatives are refused 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .backends import jvp_module_of, module_of
+from .backends import jvp_module_of, module_of, second_pass_of
 from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
 from .operands import describe, full_rank
@@ -32,13 +32,14 @@ _LIB = torch.library.Library("tilewise", "DEF")
 _TENSORS = ", ".join(f"Tensor? {slot}=None" for slot in SLOTS)
 _LIB.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, str spec, float? sm_scale, str? precision, str backend, str grad,"
-    f" {_TENSORS}) -> (Tensor, Tensor, Tensor)"
+    f" {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIB.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, str spec,"
     f" float? sm_scale, str? precision, str backend, str grad, Tensor? rows=None, {_TENSORS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+_WANTS_MAXIMA = "returns:max_logit"
 _DEVICES = ("CPU", "CUDA", "XPU")
 _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
@@ -71,6 +72,11 @@ def _empty_rows(q: torch.Tensor, kept: bool) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[1], q.shape[2], 2) if kept else (0,), dtype=_wide(q))
 
 
+def _empty_maxima(q: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """The largest score of each head (batch, heads_q); no elements if nobody asked for it."""
+    return q.new_empty((q.shape[0], q.shape[1]) if wanted else (0,), dtype=_wide(q))
+
+
 def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> tuple[torch.Tensor, ...]:
     """In the order of ``GRADIENTS``. That of a tensor that the spec names has its very shape."""
     wanted = [_like(t, t.shape[1], t.shape[3]) if n in grad else q.new_empty((0,)) for n, t in (("q", q), ("k", k), ("v", v))]
@@ -81,7 +87,11 @@ def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors:
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    work = getattr((jvp_module_of if direction == "jvp" else module_of)(backend), direction)
+    if direction in ("forward", "backward"):
+        module = module_of(backend)
+    else:
+        module = jvp_module_of(backend) if direction == "jvp" else second_pass_of(backend)
+    work = getattr(module, direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -163,18 +173,25 @@ def _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad):
 
 def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     tensors = _tensors_of(given)
-    if tensors is NO_TENSORS:
-        return *_forward_plain(q, k, v, spec, sm_scale, precision, backend, grad), _empty_rows(q, False)
+    if tensors is NO_TENSORS and _WANTS_MAXIMA not in spec:
+        o, lse = _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad)
+        return o, lse, _empty_rows(q, False), _empty_maxima(q, False)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, tensors=tensors)
     o, lse = bound.empty_outputs(q, v)
     rows = _empty_rows(q, bound.problem.keeps_rows)
+    wanted = bound.problem.spec.returns == "max_logit"
     if bound.is_empty:
         lse.fill_(float("-inf"))
         if tensors.sink is not None:
             lse.copy_(full_rank("sink", tensors.sink)[..., None].expand(lse.shape))
-        return o.zero_(), lse, rows.zero_()
-    _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, _views(tensors), rows)
-    return o, lse, rows
+        return o.zero_(), lse, rows.zero_(), _empty_maxima(q, wanted).fill_(float("-inf"))
+    views = tensors if tensors is NO_TENSORS else _views(tensors)
+    if not wanted:
+        _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, views, rows)
+        return o, lse, rows, _empty_maxima(q, False)
+    by_row = torch.empty_like(lse)
+    _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, views, rows, by_row)
+    return o, lse, rows, by_row.amax(-1)
 
 
 def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
@@ -212,7 +229,7 @@ def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
         capability(backend)
     parsed = Spec.parse(spec)
     describe(parsed, _tensors_of(given), q, k)
-    return *_empty_outputs(q, v), _empty_rows(q, keeps_rows(parsed, grad))
+    return *_empty_outputs(q, v), _empty_rows(q, keeps_rows(parsed, grad)), _empty_maxima(q, parsed.returns == "max_logit")
 
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
@@ -299,7 +316,35 @@ _INPUTS = 3 + len(SLOTS)
 _ARGUMENTS = 5  # spec, sm_scale, precision, backend, grad
 
 
-def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+# Does the backward pass that runs now go on to this node? PyTorch's own functions ask the same.
+_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+_current_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+# Does it go on to every node, as loss.backward() without inputs does? Then nothing is to be asked.
+_asks_for_all: Callable[[], bool] = getattr(torch.autograd.Variable._execution_engine, "is_checkpoint_valid", lambda: False)
+
+
+def _asked(ctx: Any, grad: str, given: Sequence[torch.Tensor | None]) -> str:
+    """Those of the gradients ``grad`` that this very backward pass asks for.
+
+    ``needs_input_grad`` says which inputs had to be differentiable when the graph was made: all of them, though
+    ``torch.autograd.grad(loss, k)`` or ``loss.backward(inputs=[k])`` wants only one.
+    """
+    if len(grad) < 2 or _will_execute is None or _current_graph_task() < 0 or _asks_for_all():
+        return grad
+    # A node for each argument that is a tensor. Asking takes 0.1 us, or 10 to 20 where PyTorch answers by an error.
+    names = [*"qkv", *(letter for letter, t in zip("bas", given, strict=False) if t is not None)]
+    unwanted = ""
+    for name, (node, _) in zip(names, ctx.next_functions, strict=False):
+        if name in grad and node is not None:
+            try:
+                unwanted += "" if _will_execute(node) else name
+            except RuntimeError:
+                continue  # a leaf whose gradient torch.autograd.grad was asked for
+    return "".join(letter for letter in grad if letter not in unwanted) if unwanted else grad
+
+
+def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, static: bool = False) -> Any:
+    """The gradients of a Function's arguments; ``static``: of all that may be asked for, since ``ctx`` has no nodes of its own."""
     nothing = (None,) * len(ctx.needs_input_grad)
     differentiable = min(len(nothing) - _ARGUMENTS, len(GRADIENTS))
     grad = grad_letters(*ctx.needs_input_grad[:differentiable])
@@ -308,6 +353,8 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> 
     apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
     q, k, v, o, lse, *more = ctx.saved_tensors
     given = more if any(t is not None for t in more[1:]) else ()
+    if not static:
+        grad = _asked(ctx, grad, more[1:])
     grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
     wanted = [g if name in grad else None for name, g in zip(GRADIENTS, grads, strict=True)]
     return (*wanted[:differentiable], *nothing[differentiable:])
@@ -336,15 +383,15 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, rest = args[:_INPUTS], args[_INPUTS:]
         with torch._C._AutoDispatchBelowAutograd():
-            o, lse, rows = _FORWARD(*inputs[:3], *rest, *inputs[3:])
+            o, lse, rows, maxima = _FORWARD(*inputs[:3], *rest, *inputs[3:])
         ctx.save_for_backward(*inputs[:3], o, lse, rows, *inputs[3:])
         ctx.arguments = rest[:-1]
-        ctx.mark_non_differentiable(rows)
+        ctx.mark_non_differentiable(rows, maxima)
         ctx.set_materialize_grads(False)
-        return o, lse, rows
+        return o, lse, rows, maxima
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Any, dlse: Any, *_: Any) -> Any:  # type: ignore[override]
         return _gradients(ctx, do, dlse)
 
 
@@ -359,20 +406,20 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        saved = (*inputs[:3], *output, *inputs[3:_INPUTS])
+        saved = (*inputs[:3], *output[:3], *inputs[3:_INPUTS])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.arguments = inputs[_INPUTS:-1]
-        ctx.mark_non_differentiable(output[2])
+        ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
-        return _gradients(ctx, do, dlse)
+    def backward(ctx: Any, do: Any, dlse: Any, *_: Any) -> Any:  # type: ignore[override]
+        return _gradients(ctx, do, dlse, static=True)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return *FORWARD_MODE["by_rule"](ctx, tangents), None
+        return *FORWARD_MODE["by_rule"](ctx, tangents), None, None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
@@ -418,24 +465,25 @@ def attention_op(
     precision: str | None,
     backend: str,
     tensors: Tensors = NO_TENSORS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o, lse)``, differentiable where an input needs it. The tensors have passed ``check_kinds``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(o, lse)``, differentiable where an input needs it, and the largest score of each head (no elements if the spec's
+    ``returns`` does not ask for it). The tensors have passed ``check_kinds``."""
     given = () if all(t is None for t in tensors) else tensors
     args = (q, k, v, spec, sm_scale, precision, backend, "", *given)
     if torch.compiler.is_compiling():
-        o, lse, _ = _FORWARD(*args)
+        o, lse, _, maxima = _FORWARD(*args)
     elif torch._C._are_functorch_transforms_active():
         # Whether a transform outside wants a gradient is not to be seen from here.
         grad = "b" if tensors.bias is not None else ""
         if torch.autograd.forward_ad._current_level >= 0:
             found = FORWARD_MODE["fused"](q, k, v, tensors, spec, sm_scale, precision, backend, grad)
             if found is not None:
-                return found
-        o, lse, _ = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
+                return *found, _empty_maxima(q, False)  # its derivative is refused
+        o, lse, _, maxima = _AttentionFunctorch.apply(q, k, v, *tensors, spec, sm_scale, precision, backend, grad)  # type: ignore[misc]
     else:
         # In eager mode the Autograd kernel is called by its name, which saves a trip through the dispatcher.
-        o, lse, _ = _forward_autograd(*args)  # type: ignore[misc]
-    return o, lse
+        o, lse, _, maxima = _forward_autograd(*args)  # type: ignore[misc]
+    return o, lse, maxima
 
 
 # A plain call: nothing stands between it and the operator's kernel. The dispatcher reads two sets of keys, that of each tensor and

@@ -33,6 +33,7 @@ from .ops import (
     _TENSORS,
     FORWARD_MODE,
     _bind,
+    _empty_maxima,
     _empty_outputs,
     _empty_rows,
     _forward_autograd,
@@ -112,7 +113,7 @@ for _device in _DEVICES:
 @torch.library.register_fake("tilewise::attention_jvp", lib=_LIB)
 def _jvp_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     outputs = _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given[len(_MOVED) :])
-    return *outputs, *_empty_outputs(q, v)
+    return *outputs[:3], *_empty_outputs(q, v)
 
 
 torch.library.register_vmap("tilewise::attention_jvp", jvp_rule(_JVP), lib=_LIB)
@@ -130,6 +131,13 @@ def _jvp_backward(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) 
     if dt_o is not None or dt_lse is not None:
         raise _refuse_second("gradient through the tangent of its output")
     return _gradients(ctx, do, dlse)
+
+
+def _jvp_backward_functorch(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) -> Any:
+    """The same for ``_JvpFunctorch``, whose ctx has no nodes of its own."""
+    if dt_o is not None or dt_lse is not None:
+        raise _refuse_second("gradient through the tangent of its output")
+    return _gradients(ctx, do, dlse, static=True)
 
 
 def _ordered(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -172,7 +180,7 @@ class _JvpFunctorch(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
-    backward = staticmethod(_jvp_backward)  # type: ignore[assignment]
+    backward = staticmethod(_jvp_backward_functorch)  # type: ignore[assignment]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -218,17 +226,17 @@ def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tange
 
 
 def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
-    """``(o, lse, rows)`` as dual tensors, outside of functorch transforms."""
+    """What the forward operator gives, with ``o`` and ``lse`` as dual tensors. The table refuses tangents of anything besides."""
     q, k, v, *given = _primals(q, k, v, *_filled(given))
     o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
-        o, lse, rows = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
-    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows
+        o, lse, rows, _ = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows, _empty_maxima(q, False)
 
 
 def traced(q, k, v, spec, sm_scale, precision, backend, grad, given):
-    """``(o, lse, rows)`` where the dispatcher called the forward operator and forward mode has to do with it; None where not."""
+    """What the forward operator gives where the dispatcher called it and forward mode has to do with it; None where not."""
     tangents = tangents_of(q, k, v, given)
     if is_jvp_level():
         if tangents is None:

@@ -1,7 +1,7 @@
 """The oracle: the dense formula in float64, differentiable by autograd. Slow, quadratic, and right.
 
 ``s = sm_scale q k^T``, changed by the score steps in their order, masked with -inf where ``allowed`` says no, the sink as one more
-column; ``lse = logsumexp(s)``; ``o = softmax(s) v``.
+column; ``lse = logsumexp(s)``; ``o = (softmax(s) * factor) v``, where the factor of a dropout is 0 or ``1 / (1 - p)``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import dataclasses
 import torch
 
 from .bodies import alibi, allowed, in_row, same_segment, softcap_slope
+from .keep import kept, scale_of, seeded
 from .operands import describe, full_rank
 from .problem import Problem, Tangents
 from .spec import NO_TENSORS, Spec, Tensors
 
-__all__ = ["distance_of", "mask_of", "reference", "scored", "softmax_of"]
+__all__ = ["distance_of", "factor_of", "mask_of", "masked_scores", "reference", "scored", "softmax_of"]
 
 
 def mask_of(
@@ -79,6 +80,16 @@ def softmax_of(s: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor
     return p[..., :keys], lse.masked_fill(empty, float("-inf"))
 
 
+def factor_of(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | float:
+    """What dropout multiplies the weights by: (batch, heads_q, seqlen_q, seqlen_k) of 0 and ``1 / (1 - p)``, float64; or 1."""
+    if not spec.dropout:
+        return 1.0
+    batch, heads, seqlen_q, _ = q.shape
+    seed, each = full_rank("seed", tensors.seed), torch.arange(heads, device=q.device)
+    keep = kept(seed, spec.p_dropout, slice(0, batch), each, slice(0, seqlen_q), slice(0, k.shape[2]))
+    return keep * torch.tensor(scale_of(spec.p_dropout), dtype=torch.float64, device=q.device)
+
+
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec | None = None, sm_scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +99,7 @@ def reference(
         q: (batch, heads_q, seqlen_q, head_dim), any float dtype; widened to float64 and never rounded back.
         k: (batch, heads_kv, seqlen_k, head_dim).
         v: (batch, heads_kv, seqlen_k, head_dim_v).
-        spec: mask, score steps and sinks; ``None`` is full attention.
+        spec: mask, score steps, sinks and dropout (which draws a seed as ``attention`` does); ``None`` is full attention.
         sm_scale: default ``head_dim ** -0.5``.
 
     Returns:
@@ -96,22 +107,31 @@ def reference(
         has ``o = 0``, ``lse = -inf`` (or the sink) and zero gradients.
     """
     spec = spec or Spec()
-    describe(spec, spec.tensors, q, k)
-    return _reference(q, k, v, spec, spec.tensors, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    tensors = seeded(spec, q.device) if spec.dropout else spec.tensors
+    describe(spec, tensors, q, k)
+    return _reference(q, k, v, spec, tensors, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
 
 
 def _reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, tensors: Tensors, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q64, k64, v64 = q.double(), k.double(), v.double()
+    v64 = v.double()
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     if group != 1:
-        k64, v64 = (t.repeat_interleave(group, dim=1) for t in (k64, v64))
-    s = scored((q64 @ k64.transpose(-1, -2)) * scale, spec, tensors)
-    ok = mask_of(spec, q.shape[2], k.shape[2], q.device, tensors)
+        v64 = v64.repeat_interleave(group, dim=1)
     sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
-    p, lse = softmax_of(s.masked_fill(~ok, float("-inf")), sink)
-    return p @ v64, lse
+    p, lse = softmax_of(masked_scores(q, k, spec, tensors, scale), sink)
+    return (p * factor_of(spec, tensors, q, k)) @ v64, lse
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: Spec, tensors: Tensors, scale: float) -> torch.Tensor:
+    """All scores after the steps, float64, -inf where the mask hides the key (batch, heads_q, seqlen_q, seqlen_k)."""
+    q64, k64 = q.double(), k.double()
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    if group != 1:
+        k64 = k64.repeat_interleave(group, dim=1)
+    s = scored((q64 @ k64.transpose(-1, -2)) * scale, spec, tensors)
+    return s.masked_fill(~mask_of(spec, q.shape[2], k.shape[2], q.device, tensors), float("-inf"))
 
 
 def forward(
@@ -123,11 +143,40 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface). ``rows`` stays as it is: the backward pass begins anew."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface). ``rows`` stays: the backward pass begins anew."""
+    if maxima is not None:
+        maxima.copy_(masked_scores(q, k, problem.spec, tensors, problem.sm_scale).amax(-1))
     o64, lse64 = _reference(q, k, v, problem.spec, tensors, problem.sm_scale)
     o.copy_(o64)
     lse.copy_(lse64)
+
+
+def _weights(problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    """``exp(s - lse)`` of all pairs; 0 where lse is -inf."""
+    pivot = lse.double().masked_fill(lse == float("-inf"), float("inf"))
+    return torch.exp(masked_scores(q, k, problem.spec, tensors, problem.sm_scale) - pivot[..., None])
+
+
+def weights(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+) -> None:
+    """Fill ``out`` (batch, heads_q, rows, seqlen_k) for the queries ``rows`` (backend interface)."""
+    out.copy_(_weights(problem, q, k, lse, tensors).index_select(2, rows))
+
+
+def column_sums(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, tensors: Tensors = NO_TENSORS
+) -> None:
+    """Fill ``out`` (batch, heads_q, seqlen_k) with the sums over the queries (backend interface)."""
+    out.copy_(_weights(problem, q, k, lse, tensors).sum(2))
 
 
 def jvp(
@@ -200,10 +249,11 @@ def backward(
     ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device, tensors)
     sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
     probs, lse64 = softmax_of(chain[-1].masked_fill(~ok, float("-inf")), sink)
-    delta = (do64 * (probs @ v64)).sum(-1)
+    factor = factor_of(p.spec, tensors, q, k)
+    delta = (do64 * ((probs * factor) @ v64)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.double().masked_fill(lse64 == float("-inf"), 0.0)
-    ds = probs * (do64 @ v64.transpose(-1, -2) - delta[..., None])
+    ds = probs * (factor * (do64 @ v64.transpose(-1, -2)) - delta[..., None])
     if sink is not None and grads.sink is not None:
         weight = torch.exp(sink.double()[..., None] - lse64.masked_fill(lse64 == float("-inf"), 0.0))
         grads.sink.copy_(-(weight * delta).sum(-1).sum_to_size(grads.sink.shape))
@@ -224,4 +274,4 @@ def backward(
     if dk is not None:
         dk.copy_(p.sm_scale * grouped(ds.transpose(-1, -2) @ q64))
     if dv is not None:
-        dv.copy_(grouped(probs.transpose(-1, -2) @ do64))
+        dv.copy_(grouped((probs * factor).transpose(-1, -2) @ do64))

@@ -30,11 +30,25 @@ from typing import Any, NamedTuple
 
 from .errors import InvalidInput
 
-__all__ = ["ALIGNMENTS", "NO_TENSORS", "SLOTS", "STEPS", "TERMS", "Spec", "Tensors", "causal", "full", "spec_of", "window"]
+__all__ = [
+    "ALIGNMENTS",
+    "NO_TENSORS",
+    "RETURNS",
+    "SLOTS",
+    "STEPS",
+    "TERMS",
+    "Spec",
+    "Tensors",
+    "causal",
+    "full",
+    "spec_of",
+    "window",
+]
 
 ALIGNMENTS = ("bottom_right", "top_left")
 STEPS = ("softcap", "alibi", "bias")  # what a score step can be
 TERMS = (*STEPS, "sink", "segment", "row", "dense", "dropout")  # all that a backend may lack
+RETURNS = ("max_logit", "weights", "column_sums")  # what a call may want besides o and lse
 _FLAGS = ("sink", "segment", "row", "dense")
 
 
@@ -106,11 +120,11 @@ def check_cap(cap: object) -> float:
 
 
 def check_dropout(p: object) -> float:
-    """The probability as a float. Raises InvalidInput unless ``0 <= p < 1``."""
+    """The probability as a float. Raises InvalidInput unless ``0 <= p <= 1``."""
     if isinstance(p, bool) or not isinstance(p, int | float):
         raise InvalidInput(f"dropout's p must be a number, got {p!r} of type {type(p).__name__}.")
-    if not 0.0 <= p < 1.0:
-        raise InvalidInput(f"dropout's p is {p}, expected at least 0 and below 1 (1 would drop every weight).")
+    if not 0.0 <= p <= 1.0:
+        raise InvalidInput(f"dropout's p is {p}, expected the probability that a weight is dropped: from 0 to 1.")
     return float(p)
 
 
@@ -134,6 +148,8 @@ class Spec:
         dropout: the probability with which a weight is dropped, as ``"0.1"``; ``""`` for none.
         plan: which tables of tiles ``tilewise.plan`` made for the mask's tensors, and for which call; ``""`` for none. It changes
             no result. A spec that is combined with another loses it.
+        returns: what is wanted besides ``o`` and ``lse`` (a name out of ``RETURNS``), as the public functions set it; ``""`` for
+            nothing. A spec that is combined with another loses it.
         tensors: the tensors that the terms name, by reference. Two specs are equal if they hold the very same tensors.
 
     Raises:
@@ -152,17 +168,20 @@ class Spec:
     tensors: Tensors = dataclasses.field(default=NO_TENSORS, repr=False)
     plan: str = ""
     versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    returns: str = ""
 
     def __post_init__(self) -> None:
         _bound("upper", self.upper)
         _bound("lower", self.lower)
+        if self.returns and self.returns not in RETURNS:
+            raise InvalidInput(f"returns is {self.returns!r}, expected '' or one of {', '.join(map(repr, RETURNS))}.")
         if self.align not in ALIGNMENTS:
             raise InvalidInput(f"align is {self.align!r}, expected one of {', '.join(map(repr, ALIGNMENTS))}.")
         if not self.has_positions:
             object.__setattr__(self, "align", "bottom_right")
 
     def _value(self) -> tuple[object, ...]:
-        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan)
+        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan, self.returns)
         return (self.upper, self.lower, self.align, self.score, *terms, *(None if t is None else id(t) for t in self.tensors))
 
     def __eq__(self, other: object) -> bool:
@@ -185,6 +204,11 @@ class Spec:
     def softcap(self) -> float | None:
         """The cap of the softcap step; ``None`` without one."""
         return next((float(step[8:]) for step in self.score if step.startswith("softcap:")), None)
+
+    @property
+    def p_dropout(self) -> float:
+        """The probability with which a weight is dropped."""
+        return float(self.dropout or 0.0)
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -242,6 +266,8 @@ class Spec:
             parts.append(f"dropout:{self.dropout}")
         if self.plan:
             parts.append(f"plan:{self.plan}")
+        if self.returns:
+            parts.append(f"returns:{self.returns}")
         return ",".join(parts) if parts else "full"
 
     @staticmethod
@@ -263,7 +289,7 @@ class Spec:
                     fields[name] = int(value)
                 except ValueError:
                     raise InvalidInput(f"mask {text!r}: {name} needs an int, got {value!r}.") from None
-            elif name in ("align", "plan"):
+            elif name in ("align", "plan", "returns"):
                 fields[name] = value
             elif name == "softcap":
                 score.append(f"softcap:{_number(text, name, value)!r}")
@@ -272,7 +298,8 @@ class Spec:
             elif name in _FLAGS and not value:
                 fields[name] = True
             elif name == "dropout":
-                fields[name] = repr(_number(text, name, value))
+                p = _number(text, name, value)
+                fields[name] = repr(p) if p else ""
             else:
                 raise InvalidInput(
                     f"mask {text!r}: unknown term {part.strip()!r}. "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .spec import Spec, Tensors, check_cap
+from .spec import Spec, Tensors, check_cap, check_dropout
 
-__all__ = ["alibi", "bias", "dense", "row_intervals", "segments", "sink", "softcap"]
+__all__ = ["alibi", "bias", "dense", "dropout", "row_intervals", "segments", "sink", "softcap"]
 
 
 def softcap(cap: float) -> Spec:
@@ -87,3 +87,24 @@ def dense(mask: Any) -> Spec:
         mask: broadcastable to (batch, heads_q, seqlen_q, seqlen_k), bool, any strides, 0 too. It is read as it is.
     """
     return Spec(dense=True, tensors=Tensors(dense=mask))
+
+
+def dropout(p: float, seed: Any = None) -> Spec:
+    """Drop each weight of the softmax with probability ``p`` and multiply the others by ``1 / (1 - p)``; ``lse`` is unaffected.
+
+    Whether a weight is dropped depends on the seed, the batch entry, the query head, the query and the key only: not on tiles,
+    backend or device, and not on how many batch entries there are. ``tilewise.dropout_mask`` shows it. The backward pass uses the
+    seed of its forward pass.
+
+    Under ``torch.func.vmap`` the mapped dim is folded into the batch, and the entries of the folded batch are counted: each example
+    has masks of its own. With a seed that is mapped, each example has the masks that it would have alone. With
+    ``randomness="same"`` and a seed that is not mapped, all examples have the same masks.
+
+    Args:
+        p: from 0 (no dropout at all) to 1 (zeros).
+        seed: an int64 tensor of one element on q's device; or a ``torch.Generator`` of this device, from which every call draws; or
+            ``None``, the default: every call draws from the device's default generator, as ``torch.nn.Dropout`` does, so that
+            ``torch.manual_seed`` repeats it and ``torch.utils.checkpoint`` recomputes the same. Nothing is drawn where p is 0.
+    """
+    text = repr(check_dropout(p))
+    return Spec(dropout=text, tensors=Tensors(seed=seed)) if float(text) else Spec()

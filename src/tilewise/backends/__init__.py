@@ -2,12 +2,16 @@
 
 A backend that takes specs that name tensors has three more arguments, given only for such specs: ``tensors``, views with all dims
 of their slots; ``rows`` (batch, heads_q, seqlen_q, 2), the largest score of a row and the logarithm of its sum over that one, which
-only problems with ``keeps_rows`` need; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
+only problems with ``keeps_rows`` need; ``maxima`` (batch, heads_q, seqlen_q), forward, given only if the spec's ``returns`` asks
+for the largest score; and, backward, ``grads``, the gradients of bias, slopes and sink that are wanted.
 
 A backend with forward-mode derivatives has ``jvp(problem, q, k, v, o, lse, t_o, t_lse, tangents)``, with ``tensors`` and ``rows``
 for such specs, in the module that ``_JVP`` names.
 
-All fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
+A backend may have ``column_sums(problem, q, k, lse, out, tensors)`` and ``weights(problem, q, k, lse, rows, out, tensors)`` besides
+(``Capability.returns`` says so).
+
+They fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
 on first use, so that a machine without Triton can import tilewise.
 """
 
@@ -20,7 +24,7 @@ from types import ModuleType
 from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["forget", "jvp_module_of", "module_of"]
+__all__ = ["forget", "jvp_module_of", "module_of", "second_pass_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -33,7 +37,14 @@ _JVP = {
     "torch": "tilewise.backends.torch_jvp",
     "reference": "tilewise.reference",
 }
+# Second passes over the scores are kept apart.
+_SECOND = {"triton": "tilewise.backends.triton.columns", "torch": "tilewise.backends.torch_weights"}
 _loaded: dict[str, ModuleType] = {}
+
+
+def second_pass_of(backend: str) -> ModuleType:
+    """The module that has ``weights`` or ``column_sums`` of a backend."""
+    return importlib.import_module(_SECOND[backend]) if backend in _SECOND else module_of(backend)
 
 
 def module_of(backend: str) -> ModuleType:

@@ -32,6 +32,7 @@ class TileScores:
         self.bias = self._grouped(tensors.bias)
         self.slopes = None if tensors.slopes is None else self._grouped(tensors.slopes.to(dtype) * self.unit)
         self.sink = None if tensors.sink is None else self._grouped(tensors.sink.to(dtype))
+        self.positions: torch.Tensor | None = None  # of the queries, where they do not follow one another
 
     def _grouped(self, t: torch.Tensor | None) -> torch.Tensor | None:
         """(batch or 1, heads_q or 1, ...) as (batch or 1, heads_kv or 1, group or 1, ...): a view."""
@@ -50,7 +51,10 @@ class TileScores:
 
     def _distance(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
         start = self.problem.q_start
-        q_pos = torch.arange(queries.start + start, queries.stop + start, device=device, dtype=self.dtype)[:, None]
+        if self.positions is None:
+            q_pos = torch.arange(queries.start + start, queries.stop + start, device=device, dtype=self.dtype)[:, None]
+        else:
+            q_pos = self.positions[queries].to(self.dtype)[:, None]
         return (q_pos - torch.arange(keys.start, keys.stop, device=device, dtype=self.dtype)).abs_()
 
     def apply(self, s: torch.Tensor, at: At, keys: slice) -> torch.Tensor | None:

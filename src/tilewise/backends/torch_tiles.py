@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..bodies import allowed
+from ..keep import kept, scale_of
 from ..plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan
 from ..problem import Problem
 from ..spec import NO_TENSORS, Tensors
@@ -117,6 +118,8 @@ class _Work:
         self.plan = TilePlan(problem, self.sizes.block_m, self.sizes.block_n)
         self.steps = TileScores(problem, tensors, self.dtype)
         self.scale = problem.sm_scale * self.steps.unit
+        self.seed = tensors.seed
+        self.keep_scale = scale_of(problem.spec.p_dropout)
         self._scratch: dict[str, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.mask = None
@@ -193,6 +196,15 @@ class _Work:
         # On the bits this is 4 times as fast as masked_fill_ with a mask that broadcasts, and hides a NaN as well.
         bits.bitwise_and_(keep).bitwise_or_(fill)
 
+    def dropped(self, p: torch.Tensor, at: At, keys: slice) -> torch.Tensor | None:
+        """True where dropout takes a weight of the tile ``p``; None if the spec has none."""
+        if self.seed is None:
+            return None
+        batch, heads, group, queries = at
+        each, members = (torch.arange(s.start, s.stop, device=self.device) for s in (heads, group))
+        owners = (each[:, None] * self.problem.group + members).flatten()
+        return kept(self.seed, self.problem.spec.p_dropout, batch, owners, queries, keys).logical_not().reshape(p.shape)
+
     def _mask(self, offset: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Bits to keep and bits to set, for a tile whose row 0 stands ``offset`` after its key 0 (all its keys exist)."""
         found = self._masks.get((offset, rows, cols))
@@ -220,10 +232,12 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface)."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     work = _Work(problem, q, tensors)
     q, o, lse = (work.by_group(t) for t in (q, o, lse))
+    maxima = None if maxima is None else work.by_group(maxima)
     rows = work.by_group(rows) if problem.keeps_rows and rows is not None else None
     for chunk in work.chunks():
         b, h = chunk.batch, chunk.heads
@@ -231,7 +245,8 @@ def forward(
             work.enter(chunk, g)
             for m_block in range(work.plan.m_blocks):
                 at = (b, h, g, work.queries(m_block))
-                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], None if rows is None else rows[at])
+                kept, top = (None if t is None else t[at] for t in (rows, maxima))
+                _forward_tile(work, m_block, at, q[at], k[b, h], v[b, h], o[at], lse[at], kept, top)
 
 
 def _forward_tile(
@@ -244,6 +259,7 @@ def _forward_tile(
     o: torch.Tensor,
     lse: torch.Tensor,
     rows: torch.Tensor | None,
+    maxima: torch.Tensor | None,
 ) -> None:
     """All keys past one Q tile (batches, heads, group, queries, head_dim)."""
     qt = work.load(q)
@@ -267,9 +283,14 @@ def _forward_tile(
         alpha = work.steps.weights(m_i, pivot)
         p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
+        dropped = work.dropped(p, at, keys)
+        if dropped is not None:
+            p.masked_fill_(dropped, 0.0)
         acc.mul_(alpha)
         torch.baddbmm(acc, p, work.load(v[:, :, keys]), out=acc)
         m_i = m_new
+    if maxima is not None:
+        maxima.copy_((m_i / work.steps.unit).view(lse.shape))  # before the sink, which is no score
     if work.steps.sink is not None:
         sink = work.steps.sink_at(at, m_i) * work.steps.unit
         m_new = torch.maximum(m_i, sink)
@@ -278,6 +299,8 @@ def _forward_tile(
         l_i.mul_(alpha).add_(work.steps.weights(sink, pivot))
         acc.mul_(alpha)
         m_i = m_new
+    if work.seed is not None:
+        acc.mul_(work.keep_scale)
     log_l = torch.log2(l_i).mul_(_LN2)
     m_i = m_i / work.steps.unit
     lse.copy_((log_l + m_i).view(lse.shape))
@@ -402,13 +425,17 @@ def _backward_tile(
         if kind == MASKED:
             work.hide(s, work.queries(m_block), keys)
         p = work.steps.weights(s, rows.pivot, rows.log_l)
+        dropped = work.dropped(p, rows.at, keys)
         if dv_sum is not None:
             part = work.scratch("dv", *vt.shape)
-            torch.bmm(p.transpose(1, 2), rows.do, out=part)
+            used = p if dropped is None else p.masked_fill(dropped, 0.0).mul_(work.keep_scale)
+            torch.bmm(used.transpose(1, 2), rows.do, out=part)
             dv_sum[:, :, keys].add_(part.view_as(dv_sum[:, :, keys]))
         if dq is None and dk_sum is None and not more.of_scores:
             continue
         dp = torch.bmm(rows.do, vt.transpose(1, 2), out=work.scratch("dp", *p.shape))
+        if dropped is not None:
+            dp.masked_fill_(dropped, 0.0).mul_(work.keep_scale)
         ds = p.mul_(dp.sub_(rows.delta))
         more.add(ds, slope, rows.at, keys)
         if slope is not None:

@@ -185,6 +185,8 @@ def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     own = records.find(problem, "triton", pass_)
     if own is not None and not masked and illegal(problem, pass_, own.config) is None:
         return own.config, own.origin
+    # The words that decide on weights take registers as well: so much that the measured tiles of these passes would spill.
+    masked = masked or (bool(problem.spec.dropout) and pass_ == ("fwd" if wide >= 128 else "dkdv"))
     where, shipped = _shipped(problem.arch.name)
     config = shipped.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
     if config is not None and not masked and illegal(problem, pass_, config) is None:

@@ -10,12 +10,14 @@ import torch
 
 from ..api import attention
 from ..capabilities import refuse
+from ..errors import InvalidInput
 from ..operands import DIMS, full_rank
 from ..problem import Problem, grad_letters
+from ..second_pass import attention_weights, column_sums
 from ..select import capability
 from ..spec import SLOTS, Spec, Tensors
 
-__all__ = ["OUTPUTS", "TRAINED", "Call", "evaluate", "fit", "leaves_of", "random_call", "spec_with"]
+__all__ = ["OUTPUTS", "TRAINED", "Call", "chosen_rows", "evaluate", "fit", "leaves_of", "random_call", "spec_with"]
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 TRAINED = ("bias", "slopes", "sink")  # tensors of a spec that get a gradient: "dbias", "dslopes", "dsink" are further outputs
@@ -26,7 +28,7 @@ class Call:
     """One attention and the gradients that flow back into it.
 
     ``do`` is the gradient of o and ``dlse`` that of lse; ``None`` means that the loss does not use that output. With both
-    ``None`` only the forward pass is run.
+    ``None`` only the forward pass is run. ``returns`` names what is wanted besides o and lse (out of ``spec.RETURNS``).
     """
 
     q: torch.Tensor
@@ -37,6 +39,7 @@ class Call:
     do: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
     precision: str | None = None
+    returns: str = ""
 
     @property
     def scale(self) -> float:
@@ -52,13 +55,19 @@ class Call:
         also = tuple(t for t in (self.do,) if t is not None)
         trained = (getattr(self.spec.tensors, name) is not None for name in TRAINED)
         grad = grad_letters(True, True, True, *trained) if self.has_gradient else ""
-        return Problem.bind(self.q, self.k, self.v, self.spec, self.sm_scale, self.precision, grad, also)
+        spec = dataclasses.replace(self.spec, returns=self.returns)
+        return Problem.bind(self.q, self.k, self.v, spec, self.sm_scale, self.precision, grad, also)
 
     def replace(self, **changes: object) -> Call:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def part(self, batch: slice, heads: slice) -> Call:
-        """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives."""
+        """The same attention over some batches and key heads (with their query heads): slices with a step of 1, no negatives.
+
+        Not with dropout, whose mask depends on the number of the batch entry and on the head.
+        """
+        if self.spec.dropout:
+            raise InvalidInput("a part of a call with dropout has other masks than the whole: take the spec's dropout away first.")
         group = self.q.shape[1] // self.k.shape[1]
         first, last, _ = heads.indices(self.k.shape[1])
         rows = slice(first * group, last * group)
@@ -82,26 +91,40 @@ class Call:
 
 
 def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]] = "auto") -> dict[str, torch.Tensor]:
-    """``o`` and ``lse``, and every gradient where the call has one, as a backend computes them.
+    """``o`` and ``lse``, what the call ``returns`` besides, and every gradient where it has one, as a backend computes them.
 
     Args:
         call: what to compute.
         backend: a name that ``tilewise.attention`` takes, or a function of your own with the signature
-            ``(q, k, v, *, spec, sm_scale, precision) -> (o, lse)`` that autograd can go through.
+            ``(q, k, v, *, spec, sm_scale, precision) -> (o, lse)`` that autograd can go through (for calls that return no more).
     """
     leaves = leaves_of(call)
     q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
     arguments = {"spec": spec_with(call.spec, leaves), "sm_scale": call.sm_scale, "precision": call.precision}
+    more: dict[str, torch.Tensor] = {}
     if callable(backend):
         o, lse = backend(q, k, v, **arguments)
+    elif call.returns == "max_logit":
+        o, lse, more["max_logit"] = attention(q, k, v, return_lse=True, return_max_logit=True, backend=backend, **arguments)
     else:
         o, lse = attention(q, k, v, return_lse=True, backend=backend, **arguments)
-    out = {"o": o.detach(), "lse": lse.detach()}
+    if isinstance(backend, str) and call.returns in ("weights", "column_sums"):
+        with torch.no_grad():
+            if call.returns == "weights":
+                more["weights"] = attention_weights(q, k, lse, rows=chosen_rows(call), backend=backend, **arguments)
+            else:
+                more["column_sums"] = column_sums(q, k, lse, backend=backend, **arguments)
+    out = {"o": o.detach(), "lse": lse.detach(), **more}
     if call.has_gradient:
         used = [(t, g) for t, g in ((o, call.do), (lse, call.dlse)) if g is not None]
         grads = torch.autograd.grad([t for t, _ in used], list(leaves.values()), [g for _, g in used], allow_unused=True)
         out.update({n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)})
     return out
+
+
+def chosen_rows(call: Call) -> torch.Tensor:
+    """The queries whose weights a call wants: every third, from the last, so neither ascending nor evenly placed in tiles."""
+    return torch.arange(call.q.shape[2] - 1, -1, -3, device=call.q.device)
 
 
 def leaves_of(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

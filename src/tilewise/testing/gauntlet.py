@@ -135,7 +135,8 @@ class Entry:
 
     ``shape`` is (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v). ``loss`` says which outputs have a gradient
     ("o", "lse" or "o+lse"). ``terms`` are words of ``terms.draw_terms``, which the spec has besides. ``places`` names the tensors
-    whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere.
+    whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere. ``returns``
+    is what is wanted besides o and lse.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Entry:
     loss: str = "o"
     gpu_gib: int = 0
     terms: str = ""
+    returns: str = ""
 
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
@@ -172,6 +174,7 @@ class Entry:
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
+        call = call.replace(returns=self.returns)
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
@@ -398,6 +401,32 @@ GAUNTLET: tuple[Entry, ...] = (
         terms="sink",
     ),
     Entry(
+        "dropout",
+        "a dropout mask that depends on the tile, or is the same for heads or batches; a lost 1 / (1 - p), in o or in a gradient; "
+        "a mask that is not applied to dp, or is applied to ds; an lse that feels it",
+        (2, 4, 2, 77, 139, 16, 16),
+        causal(),
+        loss="o+lse",
+        terms="dropout:0.3",
+    ),
+    Entry(
+        "dropout_scores",
+        "the same in the gradients of biases, slopes and sinks",
+        (2, 4, 2, 70, 100, 16, 16),
+        loss="o+lse",
+        terms="alibi softcap:2 bias:b11k sink dropout:0.6",
+    ),
+    Entry(
+        "dropout_documents",
+        "the same where lists of tiles are walked",
+        (2, 2, 1, 90, 70, 16, 16),
+        unsorted_ids(2, 90, 70),
+        terms="dropout:0.5",
+    ),
+    Entry(
+        "dropout_all", "a factor of 1 / 0 where everything is dropped", (1, 2, 1, 40, 70, 16, 16), loss="o+lse", terms="dropout:1"
+    ),
+    Entry(
         "documents",
         "a tile that is called free where two documents meet; a segment check that is lost in a pass; documents that end at tiles' "
         "edges and beside them, of one token and of none",
@@ -466,6 +495,58 @@ GAUNTLET: tuple[Entry, ...] = (
         gpu_gib=24,
         terms="bias:bhqk",
     ),
+    Entry(
+        "max_logit",
+        "a largest score that counts sinks, hidden keys, or keys past the end (which score 0)",
+        (2, 4, 2, 70, 90, 16, 16),
+        window(20, 3),
+        values="very_low",
+        terms="sink:bh",
+        returns="max_logit",
+    ),
+    Entry(
+        "max_logit_bias",
+        "a largest score in base two where scores are natural, or before the bias; the same score for all heads",
+        (2, 2, 1, 70, 90, 16, 16),
+        sm_scale=-0.3,
+        terms="softcap:2 bias:bhqk",
+        returns="max_logit",
+    ),
+    Entry("max_logit_empty", "a largest score of hidden keys", (1, 2, 1, 40, 40, 16, 16), window(-1, 0), returns="max_logit"),
+    Entry(
+        "column_sums",
+        "sums over queries of another head, of hidden keys, of queries past the end, or in which a sink has no share",
+        (2, 4, 2, 70, 90, 16, 16),
+        causal(),
+        terms="sink:bh softcap:2",
+        returns="column_sums",
+    ),
+    Entry(
+        "column_sums_terms",
+        "terms that a second pass forgets, natural scores, rows that see nothing",
+        (2, 2, 1, 70, 90, 16, 16),
+        window(20, 3),
+        sm_scale=-0.3,
+        terms="alibi bias:b1qk:-inf segment row dense",
+        returns="column_sums",
+    ),
+    Entry("column_sums_ragged", "a missing tail mask", (1, 2, 2, 77, 139, 32, 32), values="very_low", returns="column_sums"),
+    Entry(
+        "weights",
+        "weights of queries that do not follow one another, at the positions of others that do",
+        (2, 4, 2, 70, 90, 16, 16),
+        window(20, 3),
+        terms="alibi:bh softcap:2 sink",
+        returns="weights",
+    ),
+    Entry(
+        "weights_terms",
+        "tensors of the mask that are read at the place of a query in the choice",
+        (2, 2, 1, 70, 90, 16, 16),
+        causal("top_left"),
+        terms="bias:bhqk segment row dense",
+        returns="weights",
+    ),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
 
@@ -490,6 +571,8 @@ def run(
 
 def run_call(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.Tensor]], name: str) -> list[Result]:
     """Judge one backend on one call, with every allocation poisoned."""
+    if callable(backend):
+        call = call.replace(returns="")  # a function gives o and lse
     with poison():
         got = evaluate(call, backend)
     return Yardstick(call).judge(got, name)

@@ -25,15 +25,17 @@ from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
 from .gauntlet import GAUNTLET
+from .mutant_drop import DROP_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
+from .mutant_outputs import OUTPUT_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
 from .tangents import JVP_ENTRIES
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
-MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *TANGENT_MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS, *TANGENT_MUTANTS)
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
 
@@ -140,7 +142,7 @@ def _run(folder: Path, tasks: list[dict[str, Any]], jobs: int) -> dict[str, dict
 def _runs(mutant: Mutant) -> list[list[str]]:
     """The entries that should kill it first, then all others; for an equivalent mutant only those that come nearest."""
     # Halves of the keys have bounds of their own, but no tensors.
-    runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not e.build().spec.terms)]
+    runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not (e.returns or e.build().spec.terms))]
     if mutant.backend.startswith("jvp "):
         runs = [e.name for e in JVP_ENTRIES]
     rest = [] if mutant.equivalent else [name for name in runs if name not in mutant.killers]

@@ -8,7 +8,7 @@ import torch
 
 from ..operands import DIMS
 from ..spec import SLOTS, Spec, Tensors
-from ..terms import alibi, bias, dense, row_intervals, segments, sink, softcap
+from ..terms import alibi, bias, dense, dropout, row_intervals, segments, sink, softcap
 
 __all__ = ["draw_terms"]
 
@@ -20,7 +20,7 @@ def draw_terms(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Spec:
-    """The spec of words like ``"bias:1hqk softcap:5 alibi sink segment"``, in their order.
+    """The spec of words like ``"bias:1hqk softcap:5 alibi sink segment dropout:0.2"``, in their order.
 
     After the name of a tensor stands a letter for each dim that it has and a 1 for each that it broadcasts in.
     ``dtype`` is that of the biases, in which a word ``bias:...:-inf`` hides about one key in four. ``shape`` is that of a call:
@@ -49,6 +49,8 @@ def draw_terms(
             spec &= bias(drawn.to(dtype))
         elif name == "sink":
             spec &= sink(normal(dims or "h") * 2)
+        elif name == "dropout":
+            spec &= dropout(float(dims), torch.randint(2**62, (), generator=generator))
         elif name == "segment":
             spec &= segments(whole(dims or "bq", 3).sort(-1).values, whole((dims or "bq").replace("q", "k"), 3).sort(-1).values)
         elif name == "row":

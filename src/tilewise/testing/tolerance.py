@@ -27,8 +27,10 @@ import torch
 
 from ..errors import AttentionError
 from ..operands import full_rank
-from ..reference import distance_of, mask_of, reference, scored, softmax_of
+from ..reference import distance_of, factor_of, mask_of, reference, scored, softmax_of
+from ..spec import RETURNS
 from .calls import OUTPUTS, TRAINED, Call, leaves_of, spec_with
+from .extras import expected_of, rounding_of, silent_of
 
 __all__ = ["Mismatch", "Result", "Yardstick", "compare", "raise_if_failed", "round_to_tf32"]
 
@@ -136,7 +138,7 @@ def oracle(call: Call) -> dict[str, torch.Tensor]:
     leaves = leaves_of(call, torch.float64)
     with torch.enable_grad():
         o, lse = reference(leaves["dq"], leaves["dk"], leaves["dv"], spec_with(call.spec, leaves), call.scale)
-        out = {"o": o.detach(), "lse": lse.detach()}
+        out = {"o": o.detach(), "lse": lse.detach(), **expected_of(call, lse.detach())}
         if call.has_gradient:
             out.update(_gradients(call, o, lse, leaves))
     return out
@@ -160,6 +162,8 @@ def plain(call: Call) -> dict[str, torch.Tensor]:
     with torch.enable_grad(), _full_precision_products():
         s = scores(q, k)
         p, _ = softmax_of(s, sink)
+        if call.spec.dropout:
+            p = (p.to(wide) * torch.as_tensor(factor_of(call.spec, tensors, q, k)).to(wide)).to(p.dtype)
         o = product(p, _repeat(v, heads))
         _, lse = softmax_of(s.to(wide), sink)
         out = {"o": o.detach()}
@@ -199,26 +203,30 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     # What all keys of a row share: it does not average out over them.
     row = (p * score).sum(-1, keepdim=True) + score_unit * _size(lse)
     p_error = p * (score + row + eps_in / 2) + floor * ok
-    out = {"o": _rss(p_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
+    factor = factor_of(call.spec, call.spec.tensors, call.q, call.k)
+    used_error = p_error * factor
+    out = {"o": _rss(used_error, v) + row * expected["o"].abs(), "lse": (score_unit + row)[..., 0]}
+    extras = rounding_of(call, score, p, row, expected)
     if call.has_gradient:
         do = torch.zeros_like(expected["o"]) if call.do is None else call.do.double()
         dlse = torch.zeros_like(row) if call.dlse is None else call.dlse.double()[..., None]
-        dp_size = _rss(do, v.transpose(-1, -2)) + (do @ v.transpose(-1, -2)).abs()
+        dp = (do @ v.transpose(-1, -2)) * factor
+        dp_size = _rss(do, v.transpose(-1, -2)) * factor + dp.abs()
         delta_size = (do * expected["o"]).square().sum(-1, keepdim=True).sqrt() + dlse.abs()
         delta_size = delta_size + (do * expected["o"]).sum(-1, keepdim=True).abs()
         ds_error = p_error * (dp_size + delta_size) + floor * ok
-        ds = p * ((do @ v.transpose(-1, -2)) - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
+        ds = p * (dp - ((do * expected["o"]).sum(-1, keepdim=True) - dlse))
         sharing = (eps_in / 2 + row) * delta_size
         out.update(_tensor_rounding(call, expected, ds_error, sharing * p, slope, slope_error, ds))
         ds_error = ds_error * slope + ds.abs() * slope_error
         shared = sharing * ((p * slope) @ k).abs() + row * expected["dq"].abs()
         out["dq"] = abs(call.scale) * (_rss(ds_error, k) + shared)
         out["dk"] = _fold((abs(call.scale) * _rss(ds_error.transpose(-1, -2), q)).square(), heads_kv).sqrt()
-        out["dv"] = _fold(_rss(p_error.transpose(-1, -2), do).square(), heads_kv).sqrt()
+        out["dv"] = _fold(_rss(used_error.transpose(-1, -2), do).square(), heads_kv).sqrt()
     for name, term in out.items():
         if name != "lse":
             out[name] = term + eps_in / 2 * expected[name].abs()
-    return out
+    return {**out, **extras}
 
 
 def _size(s: torch.Tensor) -> torch.Tensor:
@@ -306,6 +314,7 @@ def _silent(call: Call) -> dict[str, torch.Tensor]:
         ok = ok & (full_rank("bias", bias) != float("-inf"))
     rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0
     out = {"o": rows[..., None], "dq": rows[..., None], "dk": keys[..., None], "dv": keys[..., None]}
+    out.update(silent_of(call, ok))
     if bias is not None:
         out["dbias"] = (ok.double().sum_to_size(full_rank("bias", bias).shape) == 0).view(bias.shape)
     return out
@@ -325,7 +334,7 @@ class Yardstick:
             if self._nothing or want.numel() == 0:
                 self.bound[name], self.rms_bound[name] = 0.0, torch.zeros_like(_rms(want))
                 continue
-            error = torch.nan_to_num((simple[name].double() - want).abs(), 0.0, 0.0, 0.0)
+            error = torch.nan_to_num((simple.get(name, want).double() - want).abs(), 0.0, 0.0, 0.0)
             self.bound[name] = float(2 * error.max() + rounding[name].max())
             self.rms_bound[name] = 2 * _rms(error) + _rms(rounding[name])
         self._silent = _silent(call)
@@ -337,7 +346,7 @@ class Yardstick:
 
     def judge(self, got: dict[str, torch.Tensor], name: str = "call") -> list[Result]:
         """One result for every output that the call has; an output that is missing has failed."""
-        outputs = (*OUTPUTS, *(f"d{tensor}" for tensor in TRAINED))
+        outputs = (*OUTPUTS, *(f"d{tensor}" for tensor in TRAINED), *RETURNS)
         return [self._judge(name, output, got.get(output)) for output in outputs if output in self.expected]
 
     def _judge(self, name: str, output: str, got: torch.Tensor | None) -> Result:
@@ -347,7 +356,7 @@ class Yardstick:
             return Result(name, output, error, bound, False, why)
 
         q = self.call.q
-        dtype = torch.promote_types(q.dtype, torch.float32) if output.endswith("lse") else q.dtype
+        dtype = torch.promote_types(q.dtype, torch.float32) if output in ("lse", "t_lse", *RETURNS) else q.dtype
         if output[1:] in TRAINED:
             dtype = getattr(self.call.spec.tensors, output[1:]).dtype
         if got is None:

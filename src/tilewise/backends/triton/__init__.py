@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
+from ...keep import limit_of, scale_of
 from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
@@ -168,6 +169,15 @@ def _sink(tensors: Tensors) -> Any:
     return None if tensors.sink is None else (tensors.sink, broadcast_strides(tensors.sink))
 
 
+def _drop(problem: Problem, tensors: Tensors) -> Any:
+    """The argument ``drop`` of the kernels (``drop.py``)."""
+    if tensors.seed is None:
+        return None
+    p, seed = problem.spec.p_dropout, tensors.seed
+    limit = limit_of(p)
+    return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
+
+
 def _columns(problem: Problem, names: str) -> tuple[int, ...]:
     """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do."""
     return tuple(padded(problem.head_dim if name == "q" else problem.head_dim_v) for name in names)
@@ -179,6 +189,7 @@ def _fwd(
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, False)
@@ -186,7 +197,7 @@ def _fwd(
     score, score_options = _scores(p, tensors, config)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
     numbers = (
-        *(*masked, score, _sink(tensors), kept),
+        *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m)),
     )
     options = {**options, **masked_options, **score_options, "NEGATIVE": p.sm_scale < 0}
@@ -220,7 +231,7 @@ def _dkdv(
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
     tiles = tuple(zip(rows, _columns(p, "qqvvqv"), strict=True))
     numbers = (
-        *(*masked, score),
+        *(*masked, score, _drop(p, tensors)),
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n)),
     )
     options = {**options, **masked_options, **score_options, "NEED_DK": need_dk, "NEED_DV": need_dv}
@@ -242,7 +253,7 @@ def _dq(
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
     numbers = (
-        *(*masked, score, dslopes),
+        *(*masked, score, dslopes, _drop(p, tensors)),
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m)),
     )
     needs = {"NEED_DQ": need_dq, "DSLOPES": "" if dslopes is None else _place(p, "alibi")}
@@ -264,8 +275,9 @@ def launch_fwd(
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> Launch:
-    return _fwd(problem, config, mask, tensors, kept).launch(q, k, v, o, lse)
+    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
 
 
 def launch_delta(
@@ -341,7 +353,7 @@ def launch_dbias(
     grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
     heads_q, *others = scalars
     numbers = (
-        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score),
+        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score, _drop(p, tensors)),
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
@@ -360,15 +372,16 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``o`` and ``lse`` (backend interface)."""
+    """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     config = configs.lookup(problem, "fwd")
-    if tensors is NO_TENSORS:
+    if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return
     with torch.cuda.device_of(q):
         kept = rows if problem.keeps_rows else None
-        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept).run()
+        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept, maxima).run()
 
 
 def backward(

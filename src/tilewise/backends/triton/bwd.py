@@ -14,6 +14,7 @@ Rows with lse = -inf saw no key: their lse is read as +inf, which makes every p 
 import triton
 import triton.language as tl
 
+from .drop import drop_terms, kept
 from .parts import (
     LENGTHS,
     LOG2_E,
@@ -70,7 +71,7 @@ def _load_pivot(lse_ptr, rows, inside, NATURAL: tl.constexpr):
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
-    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
+    seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n, drop, of_batch,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -104,10 +105,18 @@ def _dkdv_tiles(
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN)
+        signed_t = p_t
+        if drop is not None:
+            # The sign of a weight says until the end of the step whether it is dropped: a mask of its own would take registers.
+            signed_t = tl.where(kept(of_batch, head, start_m, start_n, BLOCK_M, p_t.shape[0], True), p_t, -p_t)
+            p_t = tl.where(signed_t < 0.0, 0.0, signed_t)
         if NEED_DV:
             dv = tl.dot(operand(p_t, DTYPE, WIDEN), do_tile, dv, input_precision=PRECISION)
         if NEED_DK:
             dp_t = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            if drop is not None:
+                dp_t = tl.where(signed_t < 0.0, 0.0, dp_t * drop[4])
+                p_t = tl.abs(signed_t)
             delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
             ds_t = p_t * (dp_t - delta[None, :])
             if len(STEPS) > 0:
@@ -119,7 +128,7 @@ def _dkdv_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dkdv_kernel(
     q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    mask, table, table_batch, table_head, table_width, score,
+    mask, table, table_batch, table_head, table_width, score, drop,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
@@ -144,6 +153,9 @@ def _dkdv_kernel(
     of_key = None
     if table is not None:
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     for member in range(group):
         head = head_kv * group + member
         head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
@@ -154,26 +166,28 @@ def _dkdv_kernel(
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
-                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                drop, of_batch, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
-            STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            drop, of_batch, STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
             dk, dv = _dkdv_tiles(
                 dk, dv, k_tile, v_tile, q, do, lse_ptr, delta_ptr, q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
-                STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                drop, of_batch, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:
         dk = dk * sm_scale
         store_tile(dk_out, dk_strides, batch, head_kv, start_n, seqlen_k, dk, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
     if NEED_DV:
+        if drop is not None:
+            dv *= drop[4]
         store_tile(dv_out, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
 
 
@@ -181,7 +195,7 @@ def _dkdv_kernel(
 def _dq_tiles(
     dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, upper, lower, qk_scale2, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -213,6 +227,8 @@ def _dq_tiles(
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
             p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if drop is not None:
+            dp = tl.where(kept(of_batch, head, start_m, start_n, dp.shape[0], BLOCK_N, False), dp * drop[4], 0.0)
         ds = p * (dp - delta[:, None])
         if DSLOPES != "":
             dslope += slope_gradient(ds, slope, q_pos, start_n, DSLOPES)
@@ -226,7 +242,7 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _dq_kernel(
     q, k, v, do, dq_out, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    mask, table, table_batch, table_head, table_width, score, dslopes_ptr,
+    mask, table, table_batch, table_head, table_width, score, dslopes_ptr, drop,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DQ: tl.constexpr, DSLOPES: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
@@ -253,6 +269,9 @@ def _dq_kernel(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
     of_query = None
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     tiles = None
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
@@ -261,20 +280,20 @@ def _dq_kernel(
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     dq, dslope = _dq_tiles(
         dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
         seqlen_k, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-        score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
+        score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, False,
         HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         dq, dslope = _dq_tiles(
             dq, dslope, q_tile, do_tile, lse2, log_l, delta, k, v, k_strides, v_strides, batch, head_kv, q_pos,
             seqlen_k, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
-            score, start_m, q_start, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
+            score, start_m, q_start, drop, of_batch, STEPS, NATURAL, TAILS, NEED_DQ, DSLOPES, True,
             HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     if DSLOPES != "":

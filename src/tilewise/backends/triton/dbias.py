@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .bwd import _load_pivot
+from .drop import drop_terms, kept
 from .parts import LENGTHS, allowed, key_terms, load_tile, query_terms, round_bf16, schedule, seen, tile_range
 from .scores import scored, weights
 
@@ -15,7 +16,7 @@ from .scores import scored, weights
 @triton.jit(do_not_specialize=LENGTHS)
 def _dbias_kernel(
     q, k, v, do, dbias_ptr, lse_ptr, delta_ptr, q_strides, k_strides, v_strides, do_strides, dbias_strides,
-    mask, score, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2,
+    mask, score, drop, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2,
     bias_heads, over_batch, over_heads, m_blocks, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, PLACE: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
     MASKS: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, FLAT: tl.constexpr,
@@ -69,6 +70,9 @@ def _dbias_kernel(
             ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
         p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if drop is not None:
+            keep = kept(drop_terms(drop, batch), head, start_m, start_n, BLOCK_M, BLOCK_N, False)
+            dp = tl.where(keep, dp * drop[4], 0.0)
         ds = p * (dp - delta[:, None])
         if PLACE == "before":
             ds *= slope

@@ -13,6 +13,7 @@ tiles of a query tile and then its masked ones (``plan.BlockTable``).
 import triton
 import triton.language as tl
 
+from .drop import drop_terms, kept
 from .parts import (
     LENGTHS,
     LN_2,
@@ -34,7 +35,7 @@ from .scores import add_sink, natural_step, scored
 @triton.jit
 def _fwd_tiles(
     acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -68,6 +69,8 @@ def _fwd_tiles(
         else:
             p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
         acc = acc * alpha[:, None]
+        if drop is not None:
+            p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
         # [BLOCK_N, BLOCK_DV]
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
         acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
@@ -77,7 +80,7 @@ def _fwd_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr,
+    mask, table, table_batch, table_head, table_width, score, sink, rows_ptr, maxima_ptr, drop,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     NEGATIVE: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -106,6 +109,9 @@ def _fwd_kernel(
         q_start + start_m, q_start + row_end, seqlen_k, upper, lower, BLOCK_N, HAS_UPPER, HAS_LOWER
     )
     of_query = None
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     tiles = None
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
@@ -114,30 +120,35 @@ def _fwd_kernel(
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            drop, of_batch, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
         upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-        STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        drop, of_batch, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            drop, of_batch, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
+    if maxima_ptr is not None:
+        # Before the sink, which is no score.
+        tl.store(maxima_ptr + head_rows + offs_m, m_i if NATURAL else m_i * LN_2, mask=offs_m < seqlen_q)
     if sink is not None:
         acc, l_i, m_i = add_sink(acc, l_i, m_i, sink, batch, head, NATURAL)
+    if drop is not None:
+        acc *= drop[4]
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
     lse = tl.where(l_i == 0.0, -float("inf"), (m_i + tl.math.log2(l_safe)) * LN_2)
-    head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     if NATURAL:
         log_l = tl.math.log2(l_safe) * LN_2
         lse = tl.where(l_i == 0.0, -float("inf"), m_i + log_l)
