@@ -232,7 +232,7 @@ def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tange
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
         o, lse, rows, _ = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
-    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows, _empty_maxima(q, False)
+    return forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL), rows, _empty_maxima(o, False)
 
 
 def traced(q, k, v, spec, sm_scale, precision, backend, grad, given):
