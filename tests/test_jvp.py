@@ -368,6 +368,15 @@ def test_a_backend_without_it_is_refused_with_the_reason():
         torch.func.jvp(lambda q: tw.attention(q, q, q, backend="hopper"), (draw(1, 1, 64, 64),), (draw(1, 1, 64, 64),))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_it_does_not_go_through_is_refused(backend):
+    q, k, v = small(dtype=torch.float32)
+    dropped = {"spec": tw.dropout(0.5, torch.tensor(3))}
+    for reason, arguments in (("dropout, through which", dropped), ("max_logit, of which", {"return_max_logit": True})):
+        with pytest.raises(tw.BackendRefused, match=f"{reason} it has no forward-mode derivative"):
+            torch.func.jvp(functools.partial(tw.attention, backend=backend, **arguments), (q, k, v), (q, k, v))
+
+
 def test_problem_string_says_which_tangents_there_are():
     call = call_of("bias:1hqk")
     problem = jvp_problem(call, draw_tangents(call, letters="kb"))

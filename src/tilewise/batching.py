@@ -150,8 +150,9 @@ def jvp_rule(op: Any) -> Any:
         q, k, v, tq, tk, tv = (_folded(args[i], dims[i], size) for i in (0, 1, 2, 8, 9, 10))
         of_terms = zip(SLOTS, args[11:14], dims[11:14], strict=False)
         moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
-        operands = _operands(args[14:], dims[14:], size, batch, "", True)
-        outputs = op(q, k, v, *args[3:8], tq, tk, tv, *moved, *operands)
+        alone = info.randomness == "same"
+        spec, operands = _without_plan(args[3], _operands(args[14:], dims[14:], size, batch, "", alone))
+        outputs = op(q, k, v, spec, *args[4:8], tq, tk, tv, *moved, *operands)
         results = [_unfolded(t, size) for t in outputs]
         if all(dim is None for dim in (*dims[:3], *dims[14:])):
             # Only tangents differ: o, lse and rows are the same for all samples, and are not batched.
@@ -202,7 +203,7 @@ def second_pass_rule(op: Any) -> Any:
         batch = _sample(args[0], dims[0]).shape[0]
         _check_function(args[4], dims[9:])
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
-        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
+        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", False))
         return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
 
     return rule

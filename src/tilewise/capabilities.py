@@ -171,8 +171,8 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
             no("jvp", "a forward-mode derivative is asked for, it has none")
         elif alone:
             no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
-        if p.spec.returns:
-            no("jvp", f"the call wants {p.spec.returns}, which has no derivative")
+        elif p.spec.returns:
+            no("jvp", f"the call wants {p.spec.returns}, of which it has no forward-mode derivative")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"

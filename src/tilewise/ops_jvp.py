@@ -112,7 +112,7 @@ for _device in _DEVICES:
 @torch.library.register_fake("tilewise::attention_jvp", lib=_LIB)
 def _jvp_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     outputs = _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given[len(_MOVED) :])
-    return *outputs, *_empty_outputs(q, v)
+    return *outputs[:3], *_empty_outputs(q, v)
 
 
 torch.library.register_vmap("tilewise::attention_jvp", jvp_rule(_JVP), lib=_LIB)
@@ -130,6 +130,13 @@ def _jvp_backward(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) 
     if dt_o is not None or dt_lse is not None:
         raise _refuse_second("gradient through the tangent of its output")
     return _gradients(ctx, do, dlse)
+
+
+def _jvp_backward_functorch(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) -> Any:
+    """The same for ``_JvpFunctorch``, whose ctx has no nodes of its own."""
+    if dt_o is not None or dt_lse is not None:
+        raise _refuse_second("gradient through the tangent of its output")
+    return _gradients(ctx, do, dlse, static=True)
 
 
 def _ordered(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -172,7 +179,7 @@ class _JvpFunctorch(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
-    backward = staticmethod(_jvp_backward)  # type: ignore[assignment]
+    backward = staticmethod(_jvp_backward_functorch)  # type: ignore[assignment]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

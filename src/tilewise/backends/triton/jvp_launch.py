@@ -43,9 +43,10 @@ def _jvp(
         score_options["STEPS"] = tuple("bias_far" if step == "bias" else step for step in score_options["STEPS"])
     m, n = config.block_m, config.block_n
     tiles = tuple(zip((m, n, n, m, n, n, m, m), _columns(p, "qqvqqvvv"), strict=True))
-    of_terms = (tangents.slopes, tangents.bias, tangents.sink)
+    # The kernel looks into them only where the spec has such a term.
+    of_terms = tuple(None if t is None else (t, broadcast_strides(t)) for t in (tangents.slopes, tangents.bias, tangents.sink))
     numbers = (
-        *(*masked, score, _sink(tensors), tuple(None if t is None else (t, broadcast_strides(t)) for t in of_terms), kept),
+        *(*masked, score, _sink(tensors), None if tensors is NO_TENSORS else of_terms, kept),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], abs(p.sm_scale), triton.cdiv(p.seqlen_q, config.block_m)),
     )
     own = {f"HAS_T{letter.upper()}": letter in letters for letter in "qkv"}
