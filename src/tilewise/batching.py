@@ -158,7 +158,7 @@ def second_pass_rule(op: Any) -> Any:
             raise InvalidInput("rows differ from sample to sample under vmap: choose the same queries for all.")
         batch = _sample(args[0], dims[0]).shape[0]
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
-        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, ""))
+        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
         return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
 
     return rule
