@@ -203,7 +203,7 @@ def second_pass_rule(op: Any) -> Any:
         batch = _sample(args[0], dims[0]).shape[0]
         _check_function(args[4], dims[9:])
         folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
-        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", False))
+        spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
         return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
 
     return rule

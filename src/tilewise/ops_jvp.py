@@ -85,7 +85,7 @@ def _check(tangents: Tangents, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 def _jvp(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     tangents, given = Tangents(*given[: len(_MOVED)]), given[len(_MOVED) :]
     _check(tangents, q, k, v, given)
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(given, spec)
     also = tuple(t for t in tangents[:3] if t is not None)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also, tensors, tangents.letters)
     o, lse = bound.empty_outputs(q, v)

@@ -24,6 +24,7 @@ _LIB.define(
     "second_pass(Tensor q, Tensor k, Tensor lse, Tensor? rows, str spec, float? sm_scale, str? precision, str backend,"
     f" ScalarType dtype, {_TENSORS}) -> Tensor"
 )
+_STEPS_OF_ROWS = ("softcap", "alibi", "bias")  # those that know the positions of queries that do not follow one another
 _OPERATOR = torch.ops.tilewise.second_pass
 
 
@@ -116,6 +117,9 @@ def _call(
     _check_tensors_of(spec, spec.tensors)
     if spec.dropout:
         raise BackendRefused("dropout takes place after the weights: give the spec without it for the weights before it.")
+    strange = [step for step in spec.steps if step not in _STEPS_OF_ROWS]
+    if strange and returns == "weights":
+        raise BackendRefused(f"attention_weights takes the score steps {', '.join(_STEPS_OF_ROWS)}; the spec has {strange[0]}.")
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if sm_scale is not None:

@@ -116,7 +116,8 @@ def _jvp_tile(work: _Work, scores: _Scores, m_block: int, at: At, tile: _Tile) -
         keys = work.keys(n_block)
         kt = work.load(tile.k[:, :, keys])
         s = work.scores(qt, kt)
-        slope = work.steps.apply(s, at, keys)
+        slopes = work.steps.apply(s, at, keys, scores.any)
+        slope = next((one for one in slopes if one is not None), None)  # no step but the softcap has one here
         masked = kind == MASKED
         if masked:
             work.hide(s, work.queries(m_block), keys)
