@@ -43,6 +43,19 @@ def test_others_keep_their_configs(text, triton):
     assert configs.illegal(problem(text, triton), "fwd", Config(64, 64, 4, 2)) is None
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dims", ["320/16", "16/320", "512/512", "257/300"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
+def test_programs_that_share_columns_have_sixteen_each(arch, dims, dtype):
+    """A descriptor copies 16 bytes at least, and a product takes 16 columns."""
+    wide = problem(f"dtype={dtype} heads=2/1 seqlen=40x70 head_dim={dims} mask=causal arch={arch} grad=qkv jvp=qkv", (3, 9))
+    for name in (*configs.PASSES, "dbias", "jvp"):
+        config = configs.lookup(wide, name)
+        columns = wide.head_dim_v if name in ("fwd", "dv") else wide.head_dim
+        assert config.split == 1 or configs.padded(columns) // config.split >= 16
+        assert config.split == 1 or name not in ("dbias", "jvp")
+
+
 def test_no_kernel_compares_a_tuple_that_may_hold_a_none_with_none():
     """Triton 3.6 raises there; a pointer, or a tuple of pointers, may be compared."""
     found = []

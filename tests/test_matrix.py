@@ -98,7 +98,7 @@ def _codes(backend, **changes):
         ({"runtime": SOFTWARE["old"]}, ["triton"]),
         ({"runtime": SOFTWARE["interpreted"]}, ["interpreter"]),
         ({"dtype": "float64"}, ["dtype"]),
-        ({"head_dim": 257}, ["head_dim"]),
+        ({"head_dim": 513}, ["head_dim"]),
         ({"head_dim": 513, "head_dim_v": 600, "dtype": "float64"}, ["dtype", "head_dim", "head_dim"]),
         ({"dtype": "float32", "precision": "tf32"}, []),
         ({"dtype": "float32", "precision": "tf32", "arch": ARCHS["gfx942"]}, ["precision"]),

@@ -173,8 +173,12 @@ def test_a_plan_crosses_a_compiled_graph():
     torch._dynamo.reset()
 
 
-def test_under_vmap_a_plan_is_refused_with_its_reason():
+def test_under_vmap_the_folded_call_makes_its_own_table():
     q, k, v = (t.detach() for t in qkv(grad=False))
-    spec = tw.plan(q[:1], k[:1], documents(), backend="torch")
-    with pytest.raises(tw.InvalidInput, match="made for batch 1 where the call has 2"):
-        torch.func.vmap(lambda *t: tw.attention(*(x[None] for x in t), spec=spec, backend="torch"))(q, k, v)
+    plain = documents()
+    planned = tw.plan(q[:1], k[:1], plain, backend="torch")
+
+    def mapped(spec):
+        return torch.func.vmap(lambda *t: tw.attention(*(x[None] for x in t), spec=spec, backend="torch"))(q, k, v)
+
+    assert torch.equal(mapped(planned), mapped(plain))

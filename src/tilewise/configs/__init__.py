@@ -85,6 +85,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     bias = p.operand("bias")
     if bias is not None:
         streamed += config.block_m * config.block_n * (2 if bias.dtype in ("float16", "bfloat16") else 4)
+    if p.spec.function is not None:  # what a function of the user's own loads is streamed, too
+        streamed += config.block_m * config.block_n * 4 * int(p.spec.function.partition("/")[2].partition("@")[0] or 0)
     if p.operand("dense") is not None:
         streamed += config.block_m * config.block_n
     scores = config.block_m * config.block_n * p.itemsize
@@ -130,13 +132,20 @@ def misadded(problem: Problem, by_pointers: bool) -> bool:
     return padded(p.head_dim) != p.head_dim or padded(p.head_dim_v) != p.head_dim_v
 
 
+def _most_split(problem: Problem, pass_: str) -> int:
+    """How many programs may share the columns of a result: each takes 16 at least."""
+    if pass_ in ("dkdv", "dbias", "jvp"):
+        return 1
+    return padded(problem.head_dim_v if pass_ in ("fwd", "dv") else problem.head_dim) // 16
+
+
 def illegal(problem: Problem, pass_: str, config: Config) -> str | None:
     """Why this config may not run this problem; None if it may. The one statement of legality."""
     _, _, has_upper, _ = problem.bounds
     for name, size in (("block_m", config.block_m), ("block_n", config.block_n)):
         if size < 16 or size & (size - 1):
             return f"{name} is {size}, expected a power of two of at least 16"
-    parts = 1 if pass_ in ("dkdv", "dbias") else padded(problem.head_dim_v if pass_ in ("fwd", "dv") else problem.head_dim) // 16
+    parts = _most_split(problem, pass_)
     if config.split < 1 or config.split & (config.split - 1) or config.split > parts:
         return f"split is {config.split}, expected a power of two of at most {parts}"
     if pass_ not in KEYS_RESIDENT and has_upper and config.block_m < config.block_n:
@@ -155,7 +164,7 @@ def default_config(problem: Problem, pass_: str) -> Config:
     """A sound config for any legal problem: the first of a list, best guess first, that is legal."""
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.arch.kind == "cpu":  # the interpreter: small enough for tests to cross several tiles, large enough to be quick
-        split = 2 if wide > 256 and pass_ != "dbias" else 1
+        split = min(2 if wide > 256 else 1, _most_split(problem, pass_))
         return Config(32, 64, 4, 1, split) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1, split)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
@@ -179,18 +188,19 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:
         ladder = [(64, 64, warps, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
-    for resident, streamed, *rest in ladder:
-        config = Config(streamed, resident, *rest) if pass_ in KEYS_RESIDENT else Config(resident, streamed, *rest)
+    for resident, streamed, num_warps, num_stages, *split in ladder:
+        rows = (streamed, resident) if pass_ in KEYS_RESIDENT else (resident, streamed)
+        config = Config(*rows, num_warps, num_stages, min(*split, _most_split(problem, pass_)) if split else 1)
         if illegal(problem, pass_, config) is None:
             return config
-    return Config(16, 16, 4, 1, 4 if wide > 256 and pass_ != "dbias" else 1)
+    return Config(16, 16, 4, 1, min(4 if wide > 256 else 1, _most_split(problem, pass_)))
 
 
 def _wide_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:
     """Configs beyond 256 columns, ``(resident, streamed, num_warps, num_stages, split)``, best guess first."""
     if problem.itemsize > 2:
-        return [(32, 16, 4, 1, 4), (16, 16, 4, 1, 4)] if pass_ != "dbias" else [(16, 16, 4, 1)]
-    if pass_ == "dbias":
+        return [(32, 16, 4, 1, 4), (16, 16, 4, 1, 4)] if pass_ not in ("dbias", "jvp") else [(16, 16, 4, 1)]
+    if pass_ in ("dbias", "jvp"):
         return [(64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     if problem.arch.kind == "hip":
         return [*([(64, 16, 4, 1, 2)] if pass_ == "fwd" else []), (32, 16, 4, 1, 4), (16, 16, 4, 1, 4)]

@@ -61,7 +61,7 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "wide_softcap_slope",
         "the softcap's derivative is left out where weights are kept",
         WIDE,
-        "            ds *= slope\n",
+        "            ds = before(ds, slope, score)\n",
         "            ds = ds\n",
         ("wide_terms",),
     ),

@@ -96,7 +96,7 @@ def _jvp_tiles(
         if len(STEPS) > 0:
             s, slope, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE,
+                STEPS, NATURAL, TAILS, DTYPE, "",
             )  # fmt: skip
             if OF_SCORES:
                 t = _through_steps(

@@ -51,6 +51,7 @@ def _jvp(
     )
     own = {f"HAS_T{letter.upper()}": letter in letters for letter in "qkv"}
     own |= {"OF_SCORES": bool(set(letters) & set("qkba")), "NEGATIVE": p.sm_scale < 0}
+    options = {name: value for name, value in options.items() if name != "SPLIT"}
     return _plan(p, _jvp_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **own})
 
 

@@ -76,8 +76,9 @@ def _weights_kernel(
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     pivot, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     s, slope, _ = scored(
-        s * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE
-    )
+        s * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True,
+        STEPS, NATURAL, TAILS, DTYPE, "",
+    )  # fmt: skip
     p = weights(s, pivot[:, None], log_l[:, None], NATURAL)
     ok = allowed((q_start + offs_m)[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
     if table is not None:
