@@ -79,7 +79,7 @@ CASES = [
     _case("bias", "triton flex efficient", (4, 16, 16, 2048, 64), causal=False),
     _case("plain", "triton efficient", (2, 4, 4, 4096, 512), name="head_dim 512"),
     _case("plain", "triton efficient math", (2, 16, 16, 4096, 128), name="float32", causal=False, dtype="float32"),
-    _case("plain", "triton", (2, 16, 16, 4096, 128), name="float32, tf32", causal=False, dtype="float32", precision="tf32"),
+    _case("plain", "triton", (2, 16, 16, 4096, 128), name="tf32", causal=False, dtype="float32", precision="tf32"),
     _case("window", "hopper triton flex fa4", (1, 16, 16, 16384, 128)),
     _case("plain", "hopper triton flex cudnn fa4", (4, 32, 8, 4096, 128), name="gqa 32/8"),
     _case("plain", "hopper triton flex cudnn fa4", (1, 32, 8, 16384, 128), name="gqa 32/8 long"),
