@@ -27,8 +27,8 @@ FUNCTION_MUTANTS: tuple[Mutant, ...] = (
         "function_slope_elsewhere",
         "the derivative is taken at another score",
         SCORES,
-        "score[3][1](s, batch",
-        "score[3][1](s * 0.5, batch",
+        "score[3][2][0](s, batch",
+        "score[3][2][0](s * 0.5, batch",
         ("own_function",),
     ),
     Mutant(

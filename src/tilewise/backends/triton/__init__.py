@@ -147,9 +147,10 @@ def _steps(problem: Problem) -> tuple[float, tuple[str, ...]]:
 
 
 def own_function(spec: Spec, tensors: Tensors) -> tuple[Any, ...]:
-    """The user's own function as kernels take it: ``(fn, derivative, tensors)``; no derivative stands for 1 everywhere."""
+    """The user's own function as kernels take it: ``(fn, tensors, (derivative,))``; no derivative stands for 1 everywhere."""
     function = function_of(spec)
-    return function.fn, function.derivative, tuple(getattr(tensors, slot) for slot in FN_SLOTS if slot in spec.slots)
+    given = tuple(getattr(tensors, slot) for slot in FN_SLOTS if slot in spec.slots)
+    return function.fn, given, (() if function.derivative is None else (function.derivative,))
 
 
 def _scores(problem: Problem, tensors: Tensors, config: Config) -> tuple[Any, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 ``STEPS`` names the steps in their order, as a kernel is compiled for them: "softcap", "alibi", "bias" ("bias_far": its offsets
 inside a tile need 64 bits); any other is a function of the user's own, by its whole step, hash included. ``score`` holds their
-arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides), (fn, derivative, tensors))``, None for a step that is not there.
+arguments: ``((cap, 1 / cap), (slopes, strides), (bias, strides), (fn, tensors, (derivative,)))``, None for a step that is not
+there, and () for a derivative that is 1: Triton 3.6 cannot compare with None what has a None inside.
 Triton hashes the source of functions that stand in such a tuple (not of those in a tuple that is a constant).
 
 NATURAL: scores are natural and not in base two. They are where the spec has a bias or a function: times log2(e) the lowest finite
@@ -114,11 +115,11 @@ def scored(
                 offs_n = tl.minimum(offs_n, seqlen_k - 1)
             q_pos = tl.expand_dims(q_start + offs_m, q_axis)
             kv_pos = tl.expand_dims(offs_n, k_axis)
-            if score[3][1] is not None:
-                by = tl.cast(score[3][1](s, batch, head, q_pos, kv_pos, *score[3][2]), tl.float32)
+            if len(score[3][2]) > 0:
+                by = tl.cast(score[3][2][0](s, batch, head, q_pos, kv_pos, *score[3][1]), tl.float32)
                 slope = by * slope
                 late = by * late
-            s = tl.broadcast_to(tl.cast(score[3][0](s, batch, head, q_pos, kv_pos, *score[3][2]), tl.float32), s.shape)
+            s = tl.broadcast_to(tl.cast(score[3][0](s, batch, head, q_pos, kv_pos, *score[3][1]), tl.float32), s.shape)
             if TAILS[0]:
                 # Whatever it makes of the zeros past the last query must not be a NaN.
                 s = tl.where(tl.expand_dims(start_m + tl.arange(0, rows), q_axis) < seqlen_q, s, 0.0)
