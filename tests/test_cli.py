@@ -218,12 +218,12 @@ def test_peak_memory_counts_what_lives_together(measure):
         pytest.skip("needs Linux's /proc")
 
     def call() -> None:
-        a = torch.ones(8 * 2**20)
+        a = torch.ones(20 * 2**20)  # more than the allocator of the C library may keep for later
         b = a + 1
         del a
         b + 1
 
-    assert measure(call) == pytest.approx(64 * 2**20, rel=0.1)
+    assert measure(call) == pytest.approx(160 * 2**20, rel=0.1)
 
 
 def test_memory_of_tiles_is_linear_and_of_scores_quadratic():
