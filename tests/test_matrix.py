@@ -11,7 +11,7 @@ from tilewise.arch import ARCHS, Arch, Runtime
 from tilewise.capabilities import refuse
 from tilewise.problem import DTYPES, PRECISIONS, Problem
 from tilewise.select import choose
-from tilewise.spec import causal, full, window
+from tilewise.spec import Spec, causal, full, window
 from tilewise.testing.calls import evaluate, random_call
 from tilewise.testing.tolerance import Yardstick, raise_if_failed
 
@@ -79,6 +79,10 @@ def test_every_backend_takes_something_and_every_limit_refuses_something():
             assert not refuse(c, dataclasses.replace(other, grad=""))
 
 
+# Kernels that keep nothing hold whole rows of such heads, which a small processor has no room for.
+WIDE_AND_SMALL = {"head_dim": 300, "head_dim_v": 300, "dtype": "float32", "arch": ARCHS["sm_86"], "grad": "qkv"}
+
+
 def _codes(backend, **changes):
     capability = next(c for c in CAPABILITIES if c.backend == backend)
     return [reason.code for reason in refuse(capability, dataclasses.replace(PROBLEM, **changes))]
@@ -101,6 +105,12 @@ def _codes(backend, **changes):
         ({"head_dim": 513}, ["head_dim"]),
         ({"head_dim": 513, "head_dim_v": 600, "dtype": "float64"}, ["dtype", "head_dim", "head_dim"]),
         ({"dtype": "float32", "precision": "tf32"}, []),
+        ({**WIDE_AND_SMALL, "spec": Spec(dropout="0.1")}, ["shared_memory"]),
+        ({**WIDE_AND_SMALL, "jvp": "qkv"}, ["shared_memory"]),
+        ({**WIDE_AND_SMALL, "grad": "qkva"}, ["shared_memory"]),
+        ({**WIDE_AND_SMALL, "spec": Spec(dropout="0.1"), "grad": ""}, []),
+        ({**WIDE_AND_SMALL, "spec": Spec(dropout="0.1"), "dtype": "float16"}, []),
+        (WIDE_AND_SMALL, []),
         ({"dtype": "float32", "precision": "tf32", "arch": ARCHS["gfx942"]}, ["precision"]),
         ({"arch": ARCHS["cpu"], "runtime": SOFTWARE["none"], "dtype": "float64"}, ["device", "triton", "dtype"]),
     ],

@@ -244,7 +244,7 @@ def test_second_pass_has_no_gradient(function):
         function(q, k, lse, spec=tw.bias(torch.zeros(9, 11, requires_grad=True)))
     with pytest.raises(tw.BackendRefused, match="has no derivative"):
         torch.func.grad(lambda q: function(q, k, lse).sum())(q)
-    with pytest.raises(tw.BackendRefused, match="derivative"):
+    with pytest.raises(tw.BackendRefused, match=f"tilewise.{function.__name__} has no derivative, but an input has a tangent"):
         torch.func.jvp(lambda q: function(q, k, lse), (q,), (q,))
 
 

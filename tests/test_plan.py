@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 
 import pytest
@@ -182,3 +183,9 @@ def test_under_vmap_the_folded_call_makes_its_own_table():
         return torch.func.vmap(lambda *t: tw.attention(*(x[None] for x in t), spec=spec, backend="torch"))(q, k, v)
 
     assert torch.equal(mapped(planned), mapped(plain))
+
+
+def test_a_spec_that_already_says_what_is_returned_gets_no_plan():
+    q, k, _ = (t.detach() for t in qkv(grad=False))
+    with pytest.raises(tw.InvalidInput, match="returns='max_logit'"):
+        tw.plan(q, k, dataclasses.replace(documents(), returns="max_logit"), backend="torch")

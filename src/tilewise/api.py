@@ -204,7 +204,8 @@ def attention(
         BackendRefused: a NotImplementedError with every reason.
 
     Gradients flow to q, k and v, and to the bias, slopes and sinks of the spec, through both ``o`` and ``lse``; only those asked
-    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors), with a backward pass through the primal
+    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors; not with dropout, score functions or the
+    largest score), with a backward pass through the primal
     outputs beside them; second derivatives are refused. Under ``torch.autocast`` q, k and v are cast to the autocast dtype unless
     they are float64, as PyTorch's own attention does.
 
@@ -291,6 +292,7 @@ def plan(
     """
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.segments(...), say.")
+    spec = _spec(False, None, None, spec)
     v = k if v is None else v
     check_kinds(q, k, v)
     mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
@@ -329,6 +331,7 @@ def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | 
     check_kinds(q, k, k)
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.dropout(p, seed).")
+    spec = _spec(False, None, None, spec)
     if spec.dropout and not isinstance(spec.tensors.seed, torch.Tensor):
         raise InvalidInput("every call draws a seed of its own for this spec: give it one, tilewise.dropout(p, seed=tensor).")
     (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]

@@ -115,6 +115,19 @@ def dims_text(pairs: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(str(a) if a == b else f"{a}/{b}" for a, b in pairs)
 
 
+def _crowded(c: Capability, p: Problem) -> str:
+    """What takes more shared memory than a small processor has: kernels that hold whole rows of wide float32 heads."""
+    wide = p.dtype == "float32" and max(p.head_dim, p.head_dim_v) > 256
+    if c.triton is None or not wide or p.arch.kind != "cuda" or not 0 < p.arch.shared_memory < 164_000:
+        return ""
+    if p.jvp:
+        return "a forward-mode derivative"
+    if "a" in p.grad:
+        return "a gradient of slopes"
+    kept = [term for term in ("dropout", "fn") if term in p.spec.terms and set(p.grad) - set("vs")]
+    return f"{kept[0]} and gradients" if kept else ""
+
+
 def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     """Every reason why this backend cannot take this problem; an empty list means that it can, forward and backward."""
     p, c = problem, capability
@@ -145,6 +158,10 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
             if size > c.max_head_dim:
                 no("head_dim", f"{name} is {size}, it takes up to {c.max_head_dim}")
+    crowded = _crowded(c, p)
+    if crowded:
+        text = f"float32 heads of more than 256 columns with {crowded} need 160 KB of shared memory"
+        no("shared_memory", f"{text}, {p.arch.name} has {p.arch.shared_memory // 1024}")
     pair = p.head_dim, p.head_dim_v
     if c.head_dims is not None and pair not in c.head_dims:
         no("head_dim", f"head_dim is {p.head_dim} and head_dim_v {p.head_dim_v}, it takes {dims_text(c.head_dims)}")

@@ -188,7 +188,8 @@ def check_fresh(spec: Spec) -> None:
     if now != spec.versions:
         changed = [n for n, a, b in zip(mask._fields, spec.versions, now, strict=True) if a != b] if spec.versions else mask._fields
         raise InvalidInput(
-            f"the plan of this spec is stale: {', '.join(changed)} changed in place since it was made. "
+            f"the plan of this spec is stale: {', '.join(changed)} changed in place, "
+            "or the spec was copied or unpickled, since it was made. "
             "Make a new one with tilewise.plan(q, k, spec)."
         )
 

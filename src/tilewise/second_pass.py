@@ -14,7 +14,7 @@ from .api import _autocast, _check_tensors_of, _spec
 from .batching import second_pass_rule
 from .errors import BackendRefused, InvalidInput
 from .operands import describe
-from .ops import _DEVICES, _LIB, _TENSORS, _bind, _refuse_tangents, _run, _tensors_of, _views
+from .ops import _DEVICES, _LIB, _TENSORS, _bind, _run, _tensors_of, _views
 from .problem import DTYPES, check_kind, check_kinds, check_precision, check_scale, check_tensors, dtype_name
 from .spec import Spec
 
@@ -48,9 +48,11 @@ def _second_pass(q, k, lse, rows, spec, sm_scale, precision, backend, dtype, *gi
 def _without_gradient(*args):
     q, k, lse, _, spec, *_ = args
     tensors = (q, k, lse, *args[9:])
-    _refuse_tangents(*tensors)
+    name = {"weights": "attention_weights"}.get(Spec.parse(spec).returns, "column_sums")
+    unpack: Any = torch._unpack_dual  # type: ignore[attr-defined]
+    if any(t is not None and unpack(t, level=0)[1] is not None for t in tensors):
+        raise BackendRefused(f"tilewise.{name} has no derivative, but an input has a tangent: give it detached tensors.")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        name = {"weights": "attention_weights"}.get(Spec.parse(spec).returns, "column_sums")
         raise BackendRefused(
             f"tilewise.{name} has no derivative, but an input requires a gradient: "
             "call it under torch.no_grad(), or give it detached tensors."

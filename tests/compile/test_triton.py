@@ -83,6 +83,8 @@ SPILL = {
     ("gfx942", WINDOW_128, "fwd"): 192,
     ("sm_80", SINGLE_512, "fwd"): 23000,  # 512 columns of float32 queries in registers, three times over
     ("sm_90", SINGLE_512, "fwd"): 21000,
+    ("sm_120", WIDE_512, "delta"): 64,
+    ("sm_120", LONG_512, "delta"): 64,
     ("sm_120", SINGLE_512, "fwd"): 4200,
     ("sm_90", SINGLE_128, "fwd"): 1400,
     ("sm_90", TERMS_512, "fwd"): 320,

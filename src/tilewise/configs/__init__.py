@@ -172,6 +172,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = _wide_ladder(problem, pass_)
     elif problem.arch.kind == "hip":
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+        if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
+            ladder = ladder[1:]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
