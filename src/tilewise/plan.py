@@ -29,13 +29,17 @@ __all__ = [
     "BlockTable",
     "MaskTensors",
     "Masked",
+    "Place",
     "TilePlan",
     "block_table",
     "check_fresh",
     "extents_of",
+    "fill_table",
     "kinds_in",
     "made_table",
+    "packed_of",
     "planned",
+    "table_in",
     "table_of",
     "tile_kinds",
 ]
@@ -154,26 +158,68 @@ def made_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
 
 def extents_of(mask: MaskTensors) -> tuple[int, int]:
     """How many batches and heads have a table of their own."""
-    shapes = [_collapsed(t).shape for t in mask if t is not None]
-    return max(shape[0] for shape in shapes), max((shape[1] for shape in shapes if len(shape) > 2), default=1)
+    known = [t for t in mask if t is not None]
+    batch = max(1 if t.stride(0) == 0 else t.shape[0] for t in known)
+    return batch, max((1 if t.stride(1) == 0 else t.shape[1] for t in known if t.dim() > 2), default=1)
+
+
+class Place(NamedTuple):
+    """Where a table lies in a packed tensor of int32: its counts begin at ``at``, its lists, of this ``shape``, after them."""
+
+    at: int
+    shape: tuple[int, int, int, int]
+
+    @property
+    def rows(self) -> int:
+        """How many lists there are."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+    @property
+    def end(self) -> int:
+        return self.at + self.rows * (2 + self.shape[3])
+
+
+def _place(at: int, extents: tuple[int, int], seqlen_q: int, seqlen_k: int, geometry: Geometry) -> Place:
+    block_m, block_n, transposed = geometry
+    m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    return Place(at, (*extents, n_blocks, m_blocks) if transposed else (*extents, m_blocks, n_blocks))
+
+
+def table_in(packed: torch.Tensor, place: Place) -> BlockTable:
+    """The table at this place of a packed tensor."""
+    lists = place.at + 2 * place.rows
+    return BlockTable(packed[place.at : lists].view(*place.shape[:3], 2), packed[lists : place.end].view(place.shape))
+
+
+def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: torch.Tensor, place: Place) -> None:
+    """Write the table of a mask for these tile sizes into its place, by PyTorch operations."""
+    for into, made in zip(table_in(packed, place), made_table(problem, mask, *geometry), strict=True):
+        into.copy_(made)
 
 
 def planned(
-    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], make: Callable[..., BlockTable] = made_table
+    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], fill: Callable[..., None] = fill_table
 ) -> Spec:
     """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
-    p = problem
-    parts, names, extents = [], [], ""
-    for block_m, block_n, transposed in sorted(set(geometries)):
-        table = make(p, mask, block_m, block_n, transposed)
-        parts += [table.counts.flatten(), table.tiles.flatten()]
-        names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
-        extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
-    if not parts:
+    extents, device = extents_of(mask), next(t.device for t in mask if t is not None)
+    layout = _layout(problem, tuple(sorted(set(geometries))), extents)
+    if layout is None:
         return spec
-    layout = "/".join((f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}", extents, *names))
-    tensors = spec.tensors._replace(plan=torch.cat(parts))
+    places = _places(layout, problem.seqlen_q, problem.seqlen_k)
+    packed = torch.empty(max(place.end for place in places.values()), dtype=torch.int32, device=device)
+    for geometry, place in places.items():
+        fill(problem, mask, geometry, packed, place)
+    tensors = spec.tensors._replace(plan=packed)
     return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(mask))
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(problem: Problem, geometries: tuple[Geometry, ...], extents: tuple[int, int]) -> str | None:
+    """The string of a plan: what it was made for, and its tables."""
+    p = problem
+    names = (f"{block_m}x{block_n}{'t' if transposed else ''}" for block_m, block_n, transposed in geometries)
+    made_for = f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}"
+    return "/".join((made_for, f"{extents[0]}x{extents[1]}", *names)) if geometries else None
 
 
 def versions_of(mask: MaskTensors) -> tuple[int, ...]:
@@ -195,18 +241,42 @@ def check_fresh(spec: Spec) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, tuple[int, tuple[int, int, int, int]]]:
-    """Where each table of a plan begins, and the shape of its ``tiles``."""
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, Place]:
+    """Where each table of a plan lies."""
     _, extents, *names = plan.split("/")
     batch, heads = map(int, extents.split("x"))
-    places, at = {}, 0
+    places: dict[Geometry, Place] = {}
+    at = 0
     for name in names:
         block_m, block_n = map(int, name.rstrip("t").split("x"))
-        m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
-        rows, width = (n_blocks, m_blocks) if name.endswith("t") else (m_blocks, n_blocks)
-        places[block_m, block_n, name.endswith("t")] = at, (batch, heads, rows, width)
-        at += batch * heads * rows * (2 + width)
+        geometry = block_m, block_n, name.endswith("t")
+        places[geometry] = _place(at, (batch, heads), seqlen_q, seqlen_k, geometry)
+        at = places[geometry].end
     return places
+
+
+def packed_of(
+    problem: Problem,
+    tensors: Tensors,
+    block_m: int,
+    block_n: int,
+    transposed: bool = False,
+    fill: Callable[..., None] = fill_table,
+) -> tuple[torch.Tensor | None, Place | None]:
+    """A tensor that holds the table of a call for these tile sizes, and where: the spec's plan if it has it, else a new one; None
+    without such a mask."""
+    packed, geometry = tensors.plan, (block_m, block_n, transposed)
+    if packed is not None:
+        place = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get(geometry)
+        if place is not None:
+            return packed, place
+    mask = MaskTensors.of(tensors)
+    if mask is None:
+        return None, None
+    place = _place(0, extents_of(mask), problem.seqlen_q, problem.seqlen_k, geometry)
+    packed = torch.empty(place.end, dtype=torch.int32, device=next(t.device for t in mask if t is not None))
+    fill(problem, mask, geometry, packed, place)
+    return packed, place
 
 
 def table_of(
@@ -215,21 +285,11 @@ def table_of(
     block_m: int,
     block_n: int,
     transposed: bool = False,
-    make: Callable[..., BlockTable] = made_table,
+    fill: Callable[..., None] = fill_table,
 ) -> BlockTable | None:
-    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask."""
-    mask = MaskTensors.of(tensors)
-    if mask is None:
-        return None
-    packed, found = tensors.plan, None
-    if packed is not None:
-        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get((block_m, block_n, transposed))
-    if packed is None or found is None:
-        return make(problem, mask, block_m, block_n, transposed)
-    at, shape = found
-    lists = shape[0] * shape[1] * shape[2]
-    counts = packed[at : at + 2 * lists].view(*shape[:3], 2)
-    return BlockTable(counts, packed[at + 2 * lists :][: lists * shape[3]].view(shape))
+    """The same as a table."""
+    packed, place = packed_of(problem, tensors, block_m, block_n, transposed, fill)
+    return None if packed is None or place is None else table_in(packed, place)
 
 
 def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool = False) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import torch
@@ -9,11 +10,13 @@ import triton
 import triton.language as tl
 
 from .. import bodies
-from ..plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
+from ..plan import BlockTable, Geometry, MaskTensors, Place
+from ..plan import fill_table as fill_by_torch
 from ..problem import Problem
-from .launching import Launch, broadcast_strides
+from .holes import Layout, holes_of, layout_of, table_of_holes, there
+from .launching import Launch, Plan, broadcast_strides
 
-__all__ = ["launch_table", "make_table"]
+__all__ = ["fill_table", "launch_table"]
 
 
 def _shared(body):
@@ -129,29 +132,34 @@ def _table_kernel(
         to_empty += tl.sum(is_empty, 0)
 
 
-def launch_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool, table: BlockTable) -> Launch:
+def _table(problem: Problem, mask: MaskTensors, geometry: Geometry, table: BlockTable, named: int = 0) -> Plan:
     p = problem
+    block_m, block_n, transposed = geometry
     upper, lower, has_upper, has_lower = p.bounds
     batch, heads, rows, _ = table.tiles.shape
     tensors = ((*mask[:4],), tuple(None if t is None else broadcast_strides(t) for t in mask[:4]))
-    args = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
+    numbers = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
     options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
     options |= {"LANES_M": triton.next_power_of_2(block_m), "LANES_N": triton.next_power_of_2(block_n)}
-    return Launch(_table_kernel, (rows, heads, batch), args, {**options, "CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True})
+    options |= {"CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True}
+    return Plan(_table_kernel, (rows, heads, batch), (), numbers, options, named=named)
 
 
-def make_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool) -> BlockTable:
-    """The table of a mask for these tile sizes."""
-    p = problem
-    batch, heads = extents_of(mask)
-    if mask.dense is not None or max(batch, heads) > _GRID_LIMIT:
-        return block_table(tile_kinds(p, mask, block_m, block_n, transposed), transposed)
-    device = next(t.device for t in mask if t is not None)
-    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, block_m), triton.cdiv(p.seqlen_k, block_n)
-    rows, width = (n_blocks, m_blocks) if transposed else (m_blocks, n_blocks)
-    table = BlockTable(
-        torch.empty((batch, heads, rows, 2), dtype=torch.int32, device=device),
-        torch.empty((batch, heads, rows, width), dtype=torch.int32, device=device),
-    )
-    launch_table(p, mask, block_m, block_n, transposed, table).run()
-    return table
+def launch_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool, table: BlockTable) -> Launch:
+    return _table(problem, mask, (block_m, block_n, transposed), table).launch()
+
+
+@functools.lru_cache(maxsize=4096)
+def _table_plan(problem: Problem, layout: Layout, geometry: Geometry, place: Place) -> Plan:
+    """``layout``: of the mask's tensors and the one that holds the table."""
+    *mask, packed = holes_of(layout)
+    return _table(problem, MaskTensors(*mask), geometry, table_of_holes(packed, place), sum(t is not None for t in layout))
+
+
+def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: torch.Tensor, place: Place) -> None:
+    """Write the table of a mask for these tile sizes into its place."""
+    if mask.dense is not None or max(place.shape[:2]) > _GRID_LIMIT:
+        fill_by_torch(problem, mask, geometry, packed, place)
+        return
+    given = (*mask, packed)
+    _table_plan(problem, layout_of(given), geometry, place).run(*there(given))

@@ -1,8 +1,8 @@
 """Portable Triton kernels, and the launches that bind a problem's tensors to them.
 
-A ``Plan`` holds all of a launch but the tensors. ``forward`` and ``backward`` of a call whose spec names no tensor look up the plan
-of each kernel, which keeps what it compiled; a call with such tensors makes its plans anew, since they hold those tensors. The
-compile-only tests turn plans into ``Launch`` values and compile them for a device that is not there.
+A ``Plan`` holds all of a launch but the tensors. ``forward`` and ``backward`` look up the plan of each kernel, which keeps what it
+compiled; those of a call whose spec names tensors are made of ``holes`` that stand for them. The compile-only tests turn plans into
+``Launch`` values and compile them for a device that is not there.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from ...configs import Config, padded
 from ...configs.wide import units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
-from ...plan import Masked, MaskTensors, table_of
+from ...plan import Masked, MaskTensors, Place, packed_of, table_of
 from ...problem import Problem
-from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
+from ...spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
+from ..holes import Layout, holes_of, layout_of, mask_of, there
 from ..launching import Launch, Plan, broadcast_strides
-from ..tables import make_table
+from ..tables import fill_table
 from . import bwd, dbias, fwd, wide_launch
 
 __all__ = [
     "Launch",
     "backward",
+    "fill_table",
     "forward",
     "geometries",
     "launch_dbias",
@@ -37,7 +39,6 @@ __all__ = [
     "launch_dkdv",
     "launch_dq",
     "launch_fwd",
-    "make_table",
 ]
 
 LOG2_E = 1.4426950408889634
@@ -53,12 +54,13 @@ def _plan(
     tiles: tuple[tuple[int, int], ...],
     numbers: tuple[Any, ...],
     options: dict[str, Any],
+    named: int = 0,
 ) -> Plan:
     """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides."""
     if not options["BULK"]:
-        return Plan(kernel, grid, (None,) * len(tiles), numbers, options)
+        return Plan(kernel, grid, (None,) * len(tiles), numbers, options, named=named)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
-    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *numbers), options, TensorDescriptor)
+    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *numbers), options, TensorDescriptor, named=named)
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -125,8 +127,27 @@ def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
 
 def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
     """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
-    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table)
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, fill_table)
     return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
+
+
+_PLAN = SLOTS.index("plan")
+_Named = tuple[Tensors, Masked | None, list[Any], int]  # the tensors of a spec, its mask, further ones; how many are there
+
+
+def _given(
+    problem: Problem, tensors: Tensors, config: Config, *more: torch.Tensor | None, transposed: bool = False
+) -> tuple[list[torch.Tensor], tuple[Layout, Place | None]]:
+    """The tensors that a launch names besides the kernel's own, among them the table of the mask; and what ``_named`` is told."""
+    packed, place = packed_of(problem, tensors, config.block_m, config.block_n, transposed, fill_table)
+    given = (*tensors[:_PLAN], packed, *tensors[_PLAN + 1 :], *more)
+    return there(given), (layout_of(given), place)
+
+
+def _named(layout: Layout, place: Place | None) -> _Named:
+    """Holes for them."""
+    holes = holes_of(layout)
+    return *mask_of(holes, place), holes[len(SLOTS) :], len(layout) - layout.count(None)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -195,8 +216,9 @@ def _fwd(
     config: Config,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
-    kept: torch.Tensor | None = None,
-    maxima: torch.Tensor | None = None,
+    kept: Any = None,
+    maxima: Any = None,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "fwd")
@@ -210,7 +232,7 @@ def _fwd(
     )
     own = {"NEGATIVE": p.sm_scale < 0, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options)
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, named)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,6 +254,7 @@ def _dkdv(
     need_dv: bool,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dkdv" if need_dk and need_dv else "dk" if need_dk else "dv")
@@ -244,7 +267,7 @@ def _dkdv(
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n) * config.split),
     )
     options = {**options, **masked_options, **score_options, "NEED_DK": need_dk, "NEED_DV": need_dv}
-    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options)
+    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options, named)
 
 
 def _dq(
@@ -253,7 +276,8 @@ def _dq(
     need_dq: bool,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
-    dslopes: torch.Tensor | None = None,
+    dslopes: Any = None,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dq")
@@ -266,11 +290,38 @@ def _dq(
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
     needs = {"NEED_DQ": need_dq, "DSLOPES": dslopes is not None}
-    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs})
+    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs}, named)
 
 
 # The plans of calls without tensors in their spec.
 _fwd_plan, _dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_fwd, _dkdv, _dq))
+
+
+# Those of calls with tensors.
+@functools.lru_cache(maxsize=4096)
+def _fwd_named(problem: Problem, config: Config, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, (kept, maxima), named = _named(layout, place)
+    return _fwd(problem, config, mask, tensors, kept, maxima, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dkdv_named(problem: Problem, config: Config, need_dk: bool, need_dv: bool, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, _, named = _named(layout, place)
+    return _dkdv(problem, config, need_dk, need_dv, mask, tensors, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dq_named(problem: Problem, config: Config, need_dq: bool, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, (dslopes,), named = _named(layout, place)
+    return _dq(problem, config, need_dq, mask, tensors, dslopes, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dbias_named(problem: Problem, config: Config, grad: tuple[Any, ...], layout: Layout) -> Plan:
+    """``grad``: shape and strides of the gradient."""
+    holes = holes_of(layout)
+    tensors, _ = mask_of(holes, None)
+    return _dbias(problem, config, *grad, tensors, MaskTensors.of(tensors), len(layout) - layout.count(None))
 
 
 def launch_fwd(
@@ -339,6 +390,35 @@ def launch_dq(
     return plan.launch(q, k, v, do, q if dq is None else dq, lse, delta)
 
 
+def _dbias(
+    problem: Problem,
+    config: Config,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tensors: Tensors,
+    mask: MaskTensors | None = None,
+    named: int = 0,
+) -> Plan:
+    """``shape``, ``strides``: of the gradient; a stride is 0 where it broadcasts."""
+    p = problem
+    _, scalars, options = _settings(p, config, "dbias")
+    score, score_options = _scores(p, tensors, config)
+    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
+    batch, heads, queries, keys = (n == 1 for n in shape)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
+    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
+    grid, flat = _grid(bias_tiles, shape[1], shape[0])
+    heads_q, *others = scalars
+    numbers = (
+        *(strides, None if mask is None else _mask_arguments(mask), score, _drop(p, tensors)),
+        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
+        *(shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
+    )
+    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
+    return _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own}, named)
+
+
 def launch_dbias(
     problem: Problem,
     config: Config,
@@ -352,23 +432,7 @@ def launch_dbias(
     tensors: Tensors,
     mask: MaskTensors | None = None,
 ) -> Launch:
-    p = problem
-    _, scalars, options = _settings(p, config, "dbias")
-    score, score_options = _scores(p, tensors, config)
-    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
-    batch, heads, queries, keys = (n == 1 for n in grad.shape)
-    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
-    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
-    grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
-    heads_q, *others = scalars
-    numbers = (
-        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score, _drop(p, tensors)),
-        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
-        *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
-    )
-    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
-    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
-    plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
+    plan = _dbias(problem, config, tuple(grad.shape), broadcast_strides(grad), tensors, mask)
     return plan.launch(q, k, v, do, grad, lse, delta)
 
 
@@ -388,9 +452,8 @@ def forward(
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return
-    with torch.cuda.device_of(q):
-        kept = rows if problem.keeps_rows else None
-        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept, maxima).run()
+    named, told = _given(problem, tensors, config, rows if problem.keeps_rows else None, maxima)
+    _fwd_named(problem, config, *told).run(q, k, v, o, lse, *named)
 
 
 def backward(
@@ -423,8 +486,7 @@ def backward(
             wide_launch.run(problem, (q, k, v, do, pivots, delta), dq, dk, dv, tensors)
         together, dq = [], None
     if tensors is not NO_TENSORS:
-        with torch.cuda.device_of(q):
-            _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)
+        _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)
         return
     for name, dk_out, dv_out in together:
         plan = _dkdv_plan(problem, configs.lookup(problem, name), dk_out is not None, dv_out is not None)
@@ -450,18 +512,23 @@ def _backward_with(
     """The rest of ``backward`` where the spec names tensors; ``together``: the passes over resident keys and their outputs."""
     # What the weights of a row are measured from (``scores.weights``).
     pivots = rows if problem.keeps_rows and rows is not None else lse
-    given = (q, k, v, do, pivots, delta)
     for name, dk, dv in together:
         config = configs.lookup(problem, name)
-        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, transposed=True), tensors).run()
+        named, told = _given(problem, tensors, config, transposed=True)
+        plan = _dkdv_named(problem, config, dk is not None, dv is not None, *told)
+        plan.run(q, k, v, do, *_outputs(k, v, dk, dv), pivots, delta, *named)
     if dq is not None or grads.slopes is not None:
         config = configs.lookup(problem, "dq")
         by_row = None if grads.slopes is None else torch.empty_like(lse)
-        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config), tensors, by_row).run()
+        named, told = _given(problem, tensors, config, by_row)
+        _dq_named(problem, config, dq is not None, *told).run(q, k, v, do, q if dq is None else dq, pivots, delta, *named)
         if by_row is not None:
             grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
     if grads.bias is not None:
-        launch_dbias(problem, configs.lookup(problem, "dbias"), *given, grads.bias, tensors, MaskTensors.of(tensors)).run()
+        config, given = configs.lookup(problem, "dbias"), (*tensors[:_PLAN], None, *tensors[_PLAN + 1 :])
+        grad = tuple(grads.bias.shape), broadcast_strides(grads.bias)
+        plan = _dbias_named(problem, config, grad, layout_of(given))
+        plan.run(q, k, v, do, grads.bias, pivots, delta, *there(given))
     if grads.sink is not None:
         # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
         weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))
