@@ -33,6 +33,7 @@ segment_tile = _shared(bodies.segment_tile)
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("seqlen_q", "seqlen_k", "q_start", "upper", "lower", "table_batch", "table_head", "table_width")
 CHUNK = 16  # tiles of columns that are judged at once
+WARPS = 4
 _GRID_LIMIT = 65_535
 
 
@@ -141,7 +142,7 @@ def _table(problem: Problem, mask: MaskTensors, geometry: Geometry, table: Block
     numbers = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
     options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
     options |= {"LANES_M": triton.next_power_of_2(block_m), "LANES_N": triton.next_power_of_2(block_n)}
-    options |= {"CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True}
+    options |= {"CHUNK": CHUNK, "num_warps": WARPS, "enable_fp_fusion": True}
     return Plan(_table_kernel, (rows, heads, batch), (), numbers, options, named=named)
 
 
