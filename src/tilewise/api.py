@@ -232,9 +232,8 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
-    plain = is_plain(q, k, v)
     tensors, bare = NO_TENSORS, True
-    if plain and spec is None and return_max_logit is False:
+    if spec is None and return_max_logit is False and (plain := is_plain(q, k, v)):
         mask = _known_mask(causal, window, align)
     else:
         whole = _spec(causal, window, align, spec)
@@ -246,7 +245,7 @@ def attention(
             tensors = seeded(whole, q.device)
         named = [t for t in tensors if t is not None]
         bare = not named and whole.function is None
-        plain = plain and is_plain(*named) and (bool(named) or return_max_logit is False)
+        plain = is_plain(q, k, v, *named) and (bool(named) or return_max_logit is False)
         _check_tensors_of(whole, tensors, plain)
         mask = _text(whole)
     if not isinstance(backend, str):

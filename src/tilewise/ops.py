@@ -78,18 +78,18 @@ def _empty_maxima(q: torch.Tensor, wanted: bool) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[1]) if wanted else (0,), dtype=_wide(q))
 
 
-def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> tuple[torch.Tensor, ...]:
-    """In the order of ``GRADIENTS``. That of a tensor that the spec names has its very shape."""
-    wanted = [_like(t, t.shape[1], t.shape[3]) if n in grad else q.new_empty((0,)) for n, t in (("q", q), ("k", k), ("v", v))]
-    for letter, t in zip("bas", tensors, strict=False):
-        wanted.append(t.new_empty(t.shape) if letter in grad else q.new_empty((0,)))
-    return tuple(wanted)
+def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> list[Any]:
+    """In the order of ``GRADIENTS``; ``None`` where nobody asks. That of a tensor that the spec names has its very shape."""
+    wanted: list[Any] = [_like(t, t.shape[1], t.shape[3]) if name in grad else None for name, t in (("q", q), ("k", k), ("v", v))]
+    return wanted + [t.new_empty(t.shape) if letter in grad else None for letter, t in zip("bas", tensors, strict=False)]
 
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    find = {"forward": module_of, "backward": module_of, "jvp": jvp_module_of}.get(direction, second_pass_of)
-    work = getattr(find(backend), direction)
+    if direction in ("forward", "backward"):
+        work = getattr(module_of(backend), direction)
+    else:
+        work = getattr((jvp_module_of if direction == "jvp" else second_pass_of)(backend), direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -117,7 +117,7 @@ class _Binding:
     keeps_rows: bool
     wants_maxima: bool
     lacking: tuple[int, ...] | None = None  # the tensors of the spec that lack dims of their slots
-    outputs: tuple[tuple[Any, ...], ...] | None = None  # size, stride and dtype of each
+    outputs: tuple[Any, ...] | None = None  # size, stride and dtype of each, which a pass makes
 
     def empty_outputs(self, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.outputs is None:
@@ -128,6 +128,16 @@ class _Binding:
         device = q.device
         o = torch.empty_strided(size, stride, dtype=dtype, device=device)
         return o, torch.empty_strided(lse_size, lse_stride, dtype=lse_dtype, device=device)
+
+    def empty_gradients(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> list[Any]:
+        if self.outputs is None:
+            grads = _empty_gradients(q, k, v, tensors, grad)
+            self.outputs = tuple([None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in grads])
+            return grads
+        device = q.device
+        return [
+            None if form is None else torch.empty_strided(form[0], form[1], dtype=form[2], device=device) for form in self.outputs
+        ]
 
     def views(self, tensors: Tensors) -> Tensors:
         """The tensors of the spec as backends take them."""
@@ -149,12 +159,13 @@ _MOST_BOUND = 4096
 def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS, jvp="") -> _Binding:
     """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
     key = (
-        *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
-        *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
-        *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
-        *(spec, sm_scale, precision, backend, grad, jvp),
-        *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
-    )
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+        spec, sm_scale, precision, backend, grad, jvp,
+    )  # fmt: skip
+    if also:
+        key = (*key, *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also])
     if tensors is not NO_TENSORS:
         key = (*key, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
@@ -224,26 +235,30 @@ def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     return o, lse, _empty_rows(q, False) if rows is None else rows, _empty_maxima(q, False) if maxima is None else maxima
 
 
-def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+def _backward_plain(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+    """The gradients in the order of ``GRADIENTS``; ``None`` for those that nobody asked for."""
     if do is None:
         do = torch.zeros_like(o)
     tensors = _tensors_of(given, spec)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
-    grads = _empty_gradients(q, k, v, tensors, grad)
+    grads = bound.empty_gradients(q, k, v, tensors, grad)
     if bound.is_empty:
         for t in grads:
-            t.zero_()
+            if t is not None:
+                t.zero_()
         if "s" in grad and dlse is not None:
             # Without keys lse is the sink itself.
             grads[5].copy_(dlse.sum(-1).sum_to_size(full_rank("sink", grads[5]).shape).view(grads[5].shape))
         return grads
-    dq, dk, dv, *more = (t if letter in grad else None for letter, t in zip(GRADIENTS, grads, strict=True))
     extra = ()
     if tensors is not NO_TENSORS:
-        named = zip(("bias", "slopes", "sink"), more, strict=True)
-        extra = (bound.views(tensors), rows, _views(Tensors(**dict(named))))
-    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, dq, dk, dv, *extra)
+        extra = (bound.views(tensors), rows, _views(Tensors(*grads[3:])))
+    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, *grads[:3], *extra)
     return grads
+
+
+def _backward(do, dlse, q, *args):
+    return tuple(q.new_empty((0,)) if t is None else t for t in _backward_plain(do, dlse, q, *args))
 
 
 for _device in _DEVICES:
@@ -264,7 +279,8 @@ def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
 def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
-    return _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
+    grads = _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
+    return tuple(q.new_empty((0,)) if t is None else t for t in grads)
 
 
 torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
@@ -402,7 +418,7 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, sta
     if torch._C._are_functorch_transforms_active():
         apply = _BackwardFunctorch.apply
     elif not torch.is_grad_enabled() and is_plain(*(t for t in (do, dlse, q, k, v, o, lse, *given) if t is not None)):
-        apply = _backward
+        apply = _backward_plain
     else:
         apply = _backward_autograd
     grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
@@ -607,7 +623,7 @@ def attention_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention_op`` for a call that ``is_plain`` and whose spec names no tensor."""
-    if torch.is_grad_enabled():
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         grad = grad_letters(q.requires_grad, k.requires_grad, v.requires_grad)
         if grad:
             return _Plain.apply(q, k, v, spec, sm_scale, precision, backend, grad)  # type: ignore[return-value]

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,7 +118,7 @@ class MaskTensors(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors) -> MaskTensors | None:
         """Those of a spec; ``None`` if its mask has only bounds."""
-        own = tensors[SLOTS.index(cls._fields[0]) : SLOTS.index(cls._fields[-1]) + 1]
+        own = tensors[_MASK]
         if all(t is None for t in own):
             return None
         return cls(*(None if t is None else full_rank(slot, t) for slot, t in zip(cls._fields, own, strict=True)))
@@ -210,7 +210,7 @@ def planned(
     for geometry, place in places.items():
         fill(problem, mask, geometry, packed, place)
     tensors = spec.tensors._replace(plan=packed)
-    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(mask))
+    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(tensors))
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,17 +222,20 @@ def _layout(problem: Problem, geometries: tuple[Geometry, ...], extents: tuple[i
     return "/".join((made_for, f"{extents[0]}x{extents[1]}", *names)) if geometries else None
 
 
-def versions_of(mask: MaskTensors) -> tuple[int, ...]:
-    """How often each tensor was changed in place (inference tensors do not count)."""
-    return tuple(-1 if t is None or t.is_inference() else t._version for t in mask)
+_MASK = slice(SLOTS.index(MaskTensors._fields[0]), SLOTS.index(MaskTensors._fields[-1]) + 1)
+
+
+def versions_of(tensors: Tensors) -> tuple[Any, ...]:
+    """Where each tensor of the mask lies, and how often it was changed in place (inference tensors do not count)."""
+    return tuple([None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors[_MASK]])
 
 
 def check_fresh(spec: Spec) -> None:
     """Raise InvalidInput if a tensor of the mask was changed in place since the spec's plan was made."""
-    mask = MaskTensors.of(spec.tensors) or MaskTensors()
-    now = versions_of(mask)
+    now = versions_of(spec.tensors)
     if now != spec.versions:
-        changed = [n for n, a, b in zip(mask._fields, spec.versions, now, strict=True) if a != b] if spec.versions else mask._fields
+        names = MaskTensors._fields
+        changed = [n for n, a, b in zip(names, spec.versions, now, strict=True) if a != b] if spec.versions else names
         raise InvalidInput(
             f"the plan of this spec is stale: {', '.join(changed)} changed in place, "
             "or the spec was copied or unpickled, since it was made. "

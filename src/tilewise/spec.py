@@ -187,7 +187,7 @@ class Spec:
     dropout: str = ""
     tensors: Tensors = dataclasses.field(default=NO_TENSORS, repr=False)
     plan: str = ""
-    versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    versions: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
     returns: str = ""
 
     def __post_init__(self) -> None:

@@ -140,6 +140,9 @@ def _picked(problem: Problem) -> tuple[tuple[Plan, ...], bool, int]:
     return _plans(problem, lookup(problem))
 
 
+_config = functools.lru_cache(maxsize=4096)(lookup)
+
+
 @functools.lru_cache(maxsize=4096)
 def _plans_named(
     problem: Problem, config: HopperConfig, layout: Layout, place: Place | None
@@ -197,7 +200,7 @@ def forward(
     if tensors is NO_TENSORS:
         plans, counts, pack = _picked(problem)
     else:
-        config = lookup(problem)
+        config = _config(problem)
         extras, told = given(problem, tensors, config.block_m, config.block_n)
         plans, counts, pack = _plans_named(problem, config, *told)
     if pack > 1:
@@ -209,6 +212,5 @@ def forward(
 
 def forget() -> None:
     """Forget which config a problem gets (``backends.forget``)."""
-    _picked.cache_clear()
-    bwd_launch._call.cache_clear()
-    bwd_launch._call_named.cache_clear()
+    for kept in (_picked, _config, bwd_launch._call, bwd_launch._call_named, bwd_launch._keys_config, bwd_launch._queries_config):
+        kept.cache_clear()

@@ -277,6 +277,7 @@ def _call_of(
 
 # Of calls without tensors in their spec, and with them.
 _call, _call_named = (functools.lru_cache(maxsize=4096)(_call_of) for _ in range(2))
+_keys_config, _queries_config = (functools.lru_cache(maxsize=4096)(find) for find in (lookup_dkdv, lookup_dq))
 
 
 def backward(
@@ -306,10 +307,10 @@ def backward(
         # A pass that nobody needs has no table made.
         of_keys = of_queries = None
         if dk is not None or dv is not None:
-            keys_config = lookup_dkdv(p)
+            keys_config = _keys_config(p)
             for_keys, of_keys = given(p, tensors, keys_config.block_m, keys_config.block_n, True)
         if dq is not None:
-            queries_config = lookup_dq(p)
+            queries_config = _queries_config(p)
             for_queries, of_queries = given(p, tensors, queries_config.block_m, queries_config.block_n)
         call = _call_named(p, *needs, of_keys, of_queries)
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
