@@ -144,9 +144,7 @@ _config = functools.lru_cache(maxsize=4096)(lookup)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plans_named(
-    problem: Problem, config: HopperConfig, layout: Layout, place: Place | None
-) -> tuple[tuple[Plan, ...], bool, int]:
+def _plans_named(problem: Problem, config: HopperConfig, layout: Layout, place: Place | None) -> tuple[tuple[Plan, ...], bool, int]:
     """The same for a call whose spec names tensors."""
     holes = named(layout, place)
     plans = tuple(_fwd(problem, config, form, *holes) for form in FORMS[config.guarded])
