@@ -146,7 +146,9 @@ def test_the_kernel_makes_the_same_table(name):
         assert table is not None
         return table
 
-    n, m = 90, 70  # more columns than are judged at once, either way
+    from tilewise.backends import tables
+
+    n, m = 90, 70  # more columns than few, either way
     mask = masks(n, m)[name]
     for spec, transposed in ((tw.full(), True), (tw.causal(), False), (tw.window(20, 9), True)):
         p = problem(spec, n, m)
@@ -154,6 +156,16 @@ def test_the_kernel_makes_the_same_table(name):
         got = by_kernel(p, mask, 8, 4, transposed)
         assert torch.equal(made.counts, got.counts), (spec, transposed)
         assert torch.equal(made.tiles, got.tiles), (spec, transposed)
+    assert tables.FEW[0] < -(-m // 4) <= tables.MANY[0]
+    # More than are judged at once, and few.
+    wide = masks(24, 300)[name]
+    for blocks in ((8, 2), (2, 8), (8, 32)):
+        for spec in (tw.full(), tw.causal()):
+            for transposed in (False, True):
+                p = problem(spec, 24, 300)
+                made, got = made_table(p, wide, *blocks, transposed), by_kernel(p, wide, *blocks, transposed)
+                assert torch.equal(made.counts, got.counts), (blocks, spec, transposed)
+                assert torch.equal(made.tiles, got.tiles), (blocks, spec, transposed)
     # Three consumers of a Hopper kernel make tiles whose size is no power of two.
     p = problem(tw.causal(), n, m)
     for blocks in ((24, 4), (8, 12)):

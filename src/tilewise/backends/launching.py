@@ -31,6 +31,8 @@ KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 UNIFORM = KNOWN[1:]
 # Those of them whose kept launches have run on a GPU. The others take the ordinary road until theirs have.
 PROVEN = ((3, 6), (3, 9))
+# Those that keep launches which name tensors for holes; none where the kept way is to be taken by plain calls only.
+NAMING = PROVEN
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 
@@ -147,7 +149,8 @@ class Plan:
         self.named = named
         self._by_pointers = None in blocks
         software = runtime()
-        self.keeps = software.triton in PROVEN and not software.interpret and torch.version.hip is None
+        trusted = NAMING if named else PROVEN
+        self.keeps = software.triton in trusted and not software.interpret and torch.version.hip is None
         self._knobs: Any = None
         if self.keeps:
             import triton
