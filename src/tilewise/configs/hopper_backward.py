@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
+from .hopper import columns
 
 __all__ = [
     "DKDV",
@@ -19,6 +20,7 @@ __all__ = [
     "heads_kept",
     "illegal",
     "illegal_backward",
+    "in_chunks",
     "lookup_dkdv",
     "lookup_dq",
     "lookup_kept",
@@ -122,6 +124,11 @@ KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
 }
 
 
+def in_chunks(problem: Problem) -> bool:
+    """Do the tiles of this problem lie in chunks, or have two widths?"""
+    return problem.head_dim != problem.head_dim_v or columns(problem.head_dim) != problem.head_dim
+
+
 def padded_rows(problem: Problem) -> int:
     """Numbers kept for the rows of one head: whole tiles of queries of every config."""
     return -(-problem.seqlen_q // 128) * 128
@@ -134,18 +141,18 @@ def _never_keeps(problem: Problem) -> bool:
 
 def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
-    row = problem.head_dim * problem.itemsize
+    row, row_v = problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize
     ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
-        tiles = (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row
+        tiles = config.block_m * (row + row_v) + config.block_n * (config.k_stages * row + config.v_stages * row_v)
         return tiles + ramp * config.block_n + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
-    streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
+    streamed = config.stages * config.block_m * (row + row_v + 8) + ramp * config.block_m
     handed = 64 * config.block_m * problem.itemsize
     # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
     kept = 0 if _never_keeps(problem) else 2 * handed * (1 if config.p_slots else config.block_n // 64)
-    return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
+    return config.block_n * (row + row_v) + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
 def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> str | None:

@@ -73,19 +73,21 @@ def compile_backward(
     dtype = getattr(torch, p.dtype)
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
+    v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
+    do = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
     ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
     tensors = _operands(p) if p.operands else NO_TENSORS
     if isinstance(config, KeysConfig):
         name = "keeps" if keeps else "dkdv"
         table = _table(p, tensors, config.block_m, config.block_n, True)
-        given = (q, k, k, q, rows, rows, k, k, ds if keeps else None)
+        given = (q, k, v, do, rows, rows, k, v, ds if keeps else None)
         launch = bwd_launch.launch_dkdv(p, config, *given, tensors=tensors, table=table)
     elif isinstance(config, KeptConfig):
         name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
         table = _table(p, tensors, config.block_m, config.block_n, False)
-        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q, tensors, table)
+        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, v, do, rows, rows, q, tensors, table)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
