@@ -23,7 +23,7 @@ LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width"
 
 
 @gluon.aggregate
-class ChunkRing:
+class PartRing:
     """Slots of shared memory: a tile [BLOCK_M, SIZE], and a number for each of its rows [BLOCK_M]."""
 
     tiles: Tiles
@@ -66,7 +66,7 @@ class ChunkRing:
 
 
 @gluon.jit
-def make_chunk_ring(desc, BLOCK_M: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
+def make_part_ring(desc, BLOCK_M: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
     """A ring of tiles [BLOCK_M, SIZE] whose slots are empty again after RELEASES arrivals."""
     tiles = make_tiles(desc, SIZE, BLOCK_M, SLOTS)
     rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
@@ -75,7 +75,7 @@ def make_chunk_ring(desc, BLOCK_M: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.c
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return ChunkRing(tiles, rows, full, empty, SIZE, SLOTS)
+    return PartRing(tiles, rows, full, empty, SIZE, SLOTS)
 
 
 import os
@@ -255,7 +255,7 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
 
 
 @gluon.jit
-def _feeder(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring):
+def feed_parts(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring):
     """This program's keys and values once, then every tile of queries of every head of the group."""
     CONSUMERS: gl.constexpr = keys.BLOCK_N // ROWS
     batch, head_kv, start_n = keys.place()
@@ -290,8 +290,8 @@ def _dkdv_chunks_kernel(
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, CONSUMERS)
-    q_ring = make_chunk_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    do_ring = make_chunk_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, CONSUMERS * WARPS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, CONSUMERS * WARPS)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
@@ -309,7 +309,7 @@ def _dkdv_chunks_kernel(
     gl.static_assert(len(STEPS) == 0 and not LISTED, "no terms besides bounds")
     gl.static_assert(CONSUMERS == 2, "a program has two consumers")
     gl.warp_specialize(
-        [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_feeder, copies)],
+        [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (feed_parts, copies)],
         [WARPS, 1],
         [CONSUMER_REGISTERS, FEEDER_REGISTERS],
     )

@@ -26,7 +26,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from ..tables import make_table
-from . import bwd, bwd256, bwd_chunks, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
 from .common import LOG2_E, longest, plan, term_numbers, term_options, together
 
 __all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
@@ -97,7 +97,10 @@ def _dkdv(
     streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
     blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
     if in_chunks(p):
-        options |= {"BLOCK_N": config.block_n, "HEAD_DIM_V": p.head_dim_v}
+        options |= {"HEAD_DIM_V": p.head_dim_v}
+        if config.p_slots:
+            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
+        options |= {"BLOCK_N": config.block_n}
         return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
@@ -164,7 +167,7 @@ def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> 
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    rows = (1, 1, 64, p.head_dim)
+    rows = (1, 1, 64, columns(p.head_dim))
     return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
 
 

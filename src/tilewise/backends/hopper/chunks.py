@@ -39,11 +39,11 @@ class Tiles:
     @gluon.jit
     def boxes(self, place):
         """A tuple of the boxes of the tile at this place."""
+        ROWS_A_TILE: gl.constexpr = self.wide.type.shape[1]
+        WIDTH: gl.constexpr = self.wide.type.shape[2]
         boxes = ()
         for i in gl.static_range(self.WIDE):
             part = self.wide.index(place * self.WIDE + i)
-            ROWS_A_TILE: gl.constexpr = self.wide.type.shape[1]
-            WIDTH: gl.constexpr = self.wide.type.shape[2]
             if WIDTH == self.COLUMNS:
                 boxes = boxes + (part,)
             else:
@@ -97,7 +97,7 @@ def accumulator(columns):
 
 @gluon.jit
 def zeros_like(parts):
-    """An accumulator [ROWS, columns] for each of these parts."""
+    """An accumulator [ROWS, columns] for each of these parts, which are 0."""
     out = ()
     for c in gl.static_range(len(parts)):
         out = out + (gl.zeros([ROWS, parts[c].type.shape[1]], gl.float32, accumulator(parts[c].type.shape[1])),)
@@ -126,3 +126,13 @@ def settled(pending: gl.constexpr, operand, acc):
     """``(operand, acc)`` once all but the last ``pending`` products are made; the operand is kept until then."""
     done = warpgroup_mma_wait(pending, deps=(operand,) + acc)
     return done[0], done[1:]
+
+
+@gluon.jit
+def made(pending: gl.constexpr, acc):
+    """``acc`` once all but the last ``pending`` products are made."""
+    done = warpgroup_mma_wait(pending, deps=acc)
+    if len(acc) == 1:
+        return (done,)
+    else:
+        return done
