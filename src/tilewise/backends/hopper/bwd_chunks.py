@@ -82,11 +82,20 @@ import os
 FORM = gl.constexpr(int(os.environ.get("FORM", "0")))
 
 
+_TIMES = "mul.f32 a, a, $2; mul.f32 b, b, $3;"
+_TIMES_BF16 = "{ .reg .b32 r; .reg .f32 a, b; shl.b32 r, $1, 16; mov.b32 a, r; and.b32 r, $1, 0xffff0000; mov.b32 b, r; " + _TIMES
+_TIMES_BF16 = gl.constexpr(_TIMES_BF16 + " cvt.rn.bf16x2.f32 $0, b, a; }")
+_TIMES_FP16 = "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; " + _TIMES
+_TIMES_FP16 = gl.constexpr(_TIMES_FP16 + " cvt.rn.f16x2.f32 $0, b, a; }")
+
+
 @gluon.jit
 def product2(p16, dp, dtype: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 r; .reg .f32 a, b; shl.b32 r, $1, 16; mov.b32 a, r; and.b32 r, $1, 0xffff0000; mov.b32 b, r; mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a; }",
-        "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
+    """ds = p (dp - delta) in the dtype of the inputs, from p rounded to it: two elements a register, as the product before has them."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_TIMES_BF16, "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(_TIMES_FP16, "=r,r,f,f", [p16, dp], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
