@@ -1,86 +1,25 @@
-"""Backward where head_dim and head_dim_v differ or are no powers of two: ``dk`` and ``dv`` of BLOCK_N keys of one head of keys.
+"""Backward where head_dim is no power of two or head_dim_v is another: ``dk`` and ``dv`` of BLOCK_N keys of one head of keys.
 
-The form of ``bwd.py``, with tiles in chunks as the forward kernel has them: a tile of queries, keys, values or gradients is a row of
-chunks as wide as the largest power of two that divides its head_dim. Scores are the sum of a product for each chunk; dk and dv are
-tuples with a part for each chunk. Formulas, rows, masks and barriers are those of ``bwd.py``.
+The form of ``bwd.py``, with tiles in parts (``chunks.py``): dk and dv are tuples with an accumulator for each part. Formulas, rows,
+masks and barriers are those of ``bwd.py``; there is one loop, in which free tiles branch around the mask. At 192/128 the
+accumulators take 160 registers of a thread, so the product with p is waited for before ds is made.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
-    keys, values         full: 1 (bytes of all chunks), once
-    queries, gradients   full: 1 (bytes of all chunks)   empty: C * W, each warp after its last read of the tile
+    keys, values         full: 1 (bytes of all parts), once
+    queries, gradients   full: 1 (bytes of all parts)   empty: C * W, each warp after its last read of the tile
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, hidden, packed, product_with, rows_of, weights
-from .chunks import Tiles, accumulator, inner, make_tiles, outer, settled, swizzled, zeros_like
-from .parts import ROWS, WARPS, arrive_warp, wait
+from .bwd_parts import KeptDs, Keys, hidden, rows_of, weights
+from .chunks import accumulator, inner, make_part_ring, make_tiles, outer, settled, swizzled, zeros_like
+from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
 LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
-
-
-@gluon.aggregate
-class PartRing:
-    """Slots of shared memory: a tile [BLOCK_M, SIZE], and a number for each of its rows [BLOCK_M]."""
-
-    tiles: Tiles
-    rows: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-    SLOTS: gl.constexpr
-
-    @gluon.jit
-    def parts(self, step):
-        """A tuple of the parts of the tile of this step."""
-        return self.tiles.parts(step % self.SLOTS)
-
-    @gluon.jit
-    def arrived(self, step):
-        """Wait until the tile of this step is there."""
-        wait(self.full.index(step % self.SLOTS), (step // self.SLOTS) & 1)
-
-    @gluon.jit
-    def take(self, step):
-        self.arrived(step)
-        return self.parts(step)
-
-    @gluon.jit
-    def release(self, step):
-        """Each warp says that it has read the tile of this step for the last time."""
-        arrive_warp(self.empty.index(step % self.SLOTS))
-
-    @gluon.jit
-    def fill(self, desc, rows_desc, keys, batch, head, m_block, step):
-        """The feeder: copy one tile of one query head and the numbers of its rows, once the slot is empty."""
-        slot = step % self.SLOTS
-        wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
-        full = self.full.index(slot)
-        mbarrier.expect(full, self.SIZE // self.tiles.COLUMNS * desc.block_type.nbytes + rows_desc.block_type.nbytes)
-        row = m_block * keys.BLOCK_M
-        self.tiles.load(desc, batch, head, row, slot, full)
-        tma.async_load(rows_desc, [(batch * keys.heads_kv * keys.group + head), row], full, self.rows.index(slot))
-
-
-@gluon.jit
-def make_part_ring(desc, BLOCK_M: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring of tiles [BLOCK_M, SIZE] whose slots are empty again after RELEASES arrivals."""
-    tiles = make_tiles(desc, SIZE, BLOCK_M, SLOTS)
-    rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=RELEASES)
-    return PartRing(tiles, rows, full, empty, SIZE, SLOTS)
-
-
-import os
-FORM = gl.constexpr(int(os.environ.get("FORM", "0")))
-
 
 _TIMES = "mul.f32 a, a, $2; mul.f32 b, b, $3;"
 _TIMES_BF16 = "{ .reg .b32 r; .reg .f32 a, b; shl.b32 r, $1, 16; mov.b32 a, r; and.b32 r, $1, 0xffff0000; mov.b32 b, r; " + _TIMES
@@ -90,8 +29,8 @@ _TIMES_FP16 = gl.constexpr(_TIMES_FP16 + " cvt.rn.f16x2.f32 $0, b, a; }")
 
 
 @gluon.jit
-def product2(p16, dp, dtype: gl.constexpr):
-    """ds = p (dp - delta) in the dtype of the inputs, from p rounded to it: two elements a register, as the product before has them."""
+def times(p16, dp, dtype: gl.constexpr):
+    """ds = p (dp - delta) in the dtype of the inputs, from the rounded p: two elements a register, as the product with p has them."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(_TIMES_BF16, "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
@@ -100,82 +39,45 @@ def product2(p16, dp, dtype: gl.constexpr):
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, more, keys, own, k, v, q_ring, do_ring, zeros, place, key_row, qk_scale2, kept, free_lo, free_hi,
-    MASKED: gl.constexpr, P_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
+    s, dk, dv, step, more, keys, own, k, v, q_ring, do_ring, zeros, place, free_lo, free_hi, key_row, qk_scale2, kept,
+    P_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
     DTYPE: gl.constexpr = k[0].dtype
     q = q_ring.parts(step)
-    if FORM & 32:
-        p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, False)
-        if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:
-            if (place < free_lo) | (place >= free_hi):
-                p = hidden(p, keys, own, m_block, key_row)
-    else:
-        p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, MASKED)
-    if FORM & 1:
-        p16 = p.to(DTYPE)
-        words = p16
-    else:
-        p16, words = packed(p, DTYPE)
+    p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, False)
+    if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
+        if (place < free_lo) | (place >= free_hi):
+            p = hidden(p, keys, own, m_block, key_row)
+    p16 = p.to(DTYPE)
     do = do_ring.take(step)
-    p_operand = gl.convert_layout(p16, P_LAYOUT)
-    if FORM & 2:
+    if keys.NEED_DV:
+        p_operand = gl.convert_layout(p16, P_LAYOUT)
         dv = outer(p_operand, do, dv)
-    dp = inner(v, do, zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], False)
-    if FORM & 2:
-        p_operand, dv = settled(len(do), p_operand, dv)
+    if keys.NEED_DK:
+        dp = inner(v, do, zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], False)
+    if keys.NEED_DV:
+        # Before ds is made, so that p and ds never take registers both.
+        p_operand, dv = settled(len(v) if keys.NEED_DK else 0, p_operand, dv)
+    if keys.NEED_DK:
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        do_ring.release(step)
-    else:
-        dv = outer(p_operand, do, dv)
-        dp = warpgroup_mma_wait(len(do) if keys.NEED_DV else 0, deps=(dp,))
-    if FORM & 1:
-        ds = product2(words, dp, DTYPE)
-    else:
-        ds = product_with(words, dp, DTYPE)
-    ds_operand = gl.convert_layout(ds, DS_LAYOUT)
-    if FORM & 4:
-        p_operand, dv = settled(0, p_operand, dv)
-        do_ring.release(step)
-    dk = outer(ds_operand, q, dk)
-    if not (FORM & 6):
-        p_operand, dv = settled(len(q) if keys.NEED_DK else 0, p_operand, dv)
-        do_ring.release(step)
+    do_ring.release(step)
+    if keys.NEED_DK:
+        ds = times(p16, dp, DTYPE)
+        ds_operand = gl.convert_layout(ds, DS_LAYOUT)
+        dk = outer(ds_operand, q, dk)
     # The last one works on a slot that is being refilled, and nobody reads its scores.
-    if FORM & 8:
-        ds_operand, dk = settled(0, ds_operand, dk)
-        q_ring.release(step)
-        if keys.KEEPS:
-            kept.put(step, ds, m_block)
-        if more:
-            q_ring.arrived(step + 1)
-        s_next = inner(k, q_ring.parts(step + 1), zeros, True)
-    else:
-        if more:
-            q_ring.arrived(step + 1)
-        s_next = inner(k, q_ring.parts(step + 1), zeros, True)
-        if keys.KEEPS:
-            kept.put(step, ds, m_block)
-        if keys.NEED_DK:
-            ds_operand, dk = settled(len(q), ds_operand, dk)
-        q_ring.release(step)
+    if more:
+        q_ring.arrived(step + 1)
+    s_next = inner(k, q_ring.parts(step + 1), zeros, True)
+    if keys.KEEPS:
+        kept.put(step, ds, m_block)
+    if keys.NEED_DK:
+        ds_operand, dk = settled(len(k), ds_operand, dk)
+    q_ring.release(step)
     s = warpgroup_mma_wait(0, deps=(s_next,))
     return s, dk, dv, step + 1
-
-
-@gluon.jit
-def _steps(
-    first, last, own_hi, s, dk, dv, step, keys, own, k, v, q_ring, do_ring, zeros, key_row, qk_scale2, kept, free_lo, free_hi,
-    MASKED: gl.constexpr, P_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    for place in range(first, last):
-        s, dk, dv, step = _step(
-            s, dk, dv, step, place + 1 < own_hi, keys, own, k, v, q_ring, do_ring, zeros, place, key_row, qk_scale2,
-            kept, free_lo, free_hi, MASKED, P_LAYOUT, DS_LAYOUT,
-        )  # fmt: skip
-    return s, dk, dv, step
 
 
 @gluon.jit
@@ -191,14 +93,9 @@ def _pass_over(count, step, q_ring, do_ring):
 
 
 @gluon.jit
-def uniform(x):
-    """x, which is the same for all threads of a warp, in a way that lets the assembler know: what follows from it takes the registers
-    that a warp shares."""
-    return gl.inline_asm("redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], gl.int32)
-
-
-@gluon.jit
-def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages):
+def _consumer(
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages
+):
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     k = k_tiles.parts(C)
     v = v_tiles.parts(C)
@@ -210,13 +107,6 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
     key_row = start_n + C * ROWS
     lo, hi = keys.tiles(start_n)
     own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
-    if FORM & 16:
-        lo = uniform(lo)
-        hi = uniform(hi)
-        own_lo = uniform(own_lo)
-        free_lo = uniform(free_lo)
-        free_hi = uniform(free_hi)
-        own_hi = uniform(own_hi)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)
@@ -233,25 +123,10 @@ def _consumer(C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full
         own = keys.head(batch, head_kv * keys.group + member, None, qk_scale2, S_LAYOUT)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(inner(k, q_ring.parts(step), zeros, True),))
-        if FORM & 32:
-            s, dk, dv, step = _steps(
-                own_lo, own_hi, own_hi, s, dk, dv, step, keys, own, k, v, q_ring, do_ring, zeros, key_row, qk_scale2,
-                kept, free_lo, free_hi, False, P_LAYOUT, DS_LAYOUT,
-            )  # fmt: skip
-        if keys.HAS_UPPER and not (FORM & 32):
-            s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, k, v, q_ring, do_ring, zeros, key_row, qk_scale2,
-                kept, free_lo, free_hi, True, P_LAYOUT, DS_LAYOUT,
-            )  # fmt: skip
-        if not (FORM & 32):
-          s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, k, v, q_ring, do_ring, zeros, key_row, qk_scale2,
-            kept, free_lo, free_hi, False, P_LAYOUT, DS_LAYOUT,
-        )  # fmt: skip
-        if (keys.HAS_LOWER or keys.HAS_TAIL) and not (FORM & 32):
-            s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, k, v, q_ring, do_ring, zeros, key_row, qk_scale2,
-                kept, free_lo, free_hi, True, P_LAYOUT, DS_LAYOUT,
+        for place in range(own_lo, own_hi):
+            s, dk, dv, step = _step(
+                s, dk, dv, step, place + 1 < own_hi, keys, own, k, v, q_ring, do_ring, zeros, place, free_lo, free_hi, key_row,
+                qk_scale2, kept, P_LAYOUT, DS_LAYOUT,
             )  # fmt: skip
         step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
@@ -278,10 +153,11 @@ def feed_parts(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_t
     step = 0
     for member in range(keys.group):
         head = head_kv * keys.group + member
+        rows_head = batch * keys.heads_kv * keys.group + head
         for m_block in range(lo, hi):
             # In the order in which slots come free.
-            do_ring.fill(do_desc, delta_desc, keys, batch, head, m_block, step)
-            q_ring.fill(q_desc, lse2_desc, keys, batch, head, m_block, step)
+            do_ring.fill(do_desc, batch, head, m_block * keys.BLOCK_M, step, delta_desc, rows_head)
+            q_ring.fill(q_desc, batch, head, m_block * keys.BLOCK_M, step, lse2_desc, rows_head)
             step += 1
 
 
@@ -299,8 +175,8 @@ def _dkdv_chunks_kernel(
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, CONSUMERS)
-    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, CONSUMERS * WARPS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, CONSUMERS * WARPS, True)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)

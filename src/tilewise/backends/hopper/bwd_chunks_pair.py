@@ -1,5 +1,5 @@
-"""Backward where head_dim is no power of two and dk and dv do not fit one warpgroup: 64 keys of one head by two of them, as in
-``bwd256.py``, with tiles in parts (``chunks.py``).
+"""Backward at head_dim 192, where dk and dv do not fit one warpgroup: both of 64 keys of one head, by two warpgroups one after the
+other as in ``bwd256.py``, with tiles in parts (``chunks.py``).
 
 Arrivals that complete a phase of each barrier, with W = 4 warps a group:
     keys, values         full: 1 (bytes of all parts), once
@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .bwd256 import _make_p_ring
-from .bwd_chunks import feed_parts, make_part_ring
+from .bwd_chunks import feed_parts
 from .bwd_parts import KeptDs, Keys, hidden, rounded, rows_of, weights
-from .chunks import Tiles, accumulator, inner, make_tiles, outer, settled, swizzled, zeros_like
+from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, outer, settled, swizzled, zeros_like
 from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
@@ -28,7 +28,7 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     batch, head_kv, start_n = keys.place()
     lo, hi = keys.tiles(start_n)
-    own_lo, free_lo, free_hi, own_hi = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
+    _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
     k = k_tiles.parts(0)
     dv = zeros_like(v_tiles.parts(0))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
@@ -39,7 +39,7 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
         own = keys.head(batch, head_kv * keys.group + member, None, qk_scale2, S_LAYOUT)
         s = warpgroup_mma_wait(0, deps=(inner(k, q_ring.take(step), zeros, True),))
         for place in range(lo, hi):
-            p, slope, m_block = weights(s, q_ring, step, keys, own, place, start_n, qk_scale2, False)
+            p, _slope, m_block = weights(s, q_ring, step, keys, own, place, start_n, qk_scale2, False)
             if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
                 if (place < free_lo) | (place >= free_hi):
                     p = hidden(p, keys, own, m_block, start_n)
@@ -128,8 +128,8 @@ def _dkdv_pair_kernel(
     READERS: gl.constexpr = 2 * WARPS if NEED_DK else WARPS
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, 1)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, 1)
-    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, READERS)
-    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, READERS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, READERS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, READERS, True)
     p_ring = _make_p_ring(k_desc.dtype, BLOCK_M, P_SLOTS)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)

@@ -1,4 +1,4 @@
-"""Backward where head_dim and head_dim_v differ or are no powers of two: ``dq = sm_scale ds k``, as in ``bwd_dq.py``, with tiles in
+"""Backward where head_dim is no power of two or head_dim_v is another: ``dq = sm_scale ds k`` as in ``bwd_dq.py``, with tiles in
 parts (``chunks.py``).
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
@@ -10,57 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from .chunks import Tiles, accumulator, inner, make_tiles, outer, settled, zeros_like
-from .parts import ROWS, WARPS, Work, arrive_warp, wait
+from .chunks import accumulator, inner, make_part_ring, make_tiles, outer, settled, zeros_like
+from .parts import ROWS, WARPS, Work, wait
 from .terms import exponents, masked, own_of
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower")
 LENGTHS += ("m_blocks", "heads_total", "heads_together", "table_batch", "table_head", "table_width")
-
-
-@gluon.aggregate
-class PartRing:
-    """Slots of shared memory for tiles [BLOCK_N, SIZE] in parts."""
-
-    tiles: Tiles
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-    SLOTS: gl.constexpr
-
-    @gluon.jit
-    def fill(self, desc, batch, head, row, step):
-        """Producer: copy the rows from ``row`` on of one head, once the slot is empty."""
-        slot = step % self.SLOTS
-        wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
-        full = self.full.index(slot)
-        mbarrier.expect(full, self.SIZE // self.tiles.COLUMNS * desc.block_type.nbytes)
-        self.tiles.load(desc, batch, head, row, slot, full)
-
-    @gluon.jit
-    def take(self, step):
-        """Consumer: the parts of the tile of this step, once they are there."""
-        slot = step % self.SLOTS
-        wait(self.full.index(slot), (step // self.SLOTS) & 1)
-        return self.tiles.parts(slot)
-
-    @gluon.jit
-    def release(self, step):
-        """Consumer: each warp says that it has read the tile of this step for the last time."""
-        arrive_warp(self.empty.index(step % self.SLOTS))
-
-
-@gluon.jit
-def _make_ring(desc, BLOCK_N: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring whose slots are empty again after RELEASES arrivals."""
-    tiles = make_tiles(desc, SIZE, BLOCK_N, SLOTS)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=RELEASES)
-    return PartRing(tiles, full, empty, SIZE, SLOTS)
 
 
 @gluon.jit
@@ -189,8 +145,8 @@ def _dq_chunks_kernel(
     resident = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(resident.index(i), count=1)
-    k_ring = _make_ring(k_desc, BLOCK_N, HEAD_DIM, K_STAGES, CONSUMERS * WARPS)
-    v_ring = _make_ring(v_desc, BLOCK_N, HEAD_DIM_V, V_STAGES, CONSUMERS * WARPS)
+    k_ring = make_part_ring(k_desc, BLOCK_N, HEAD_DIM, K_STAGES, CONSUMERS * WARPS, False)
+    v_ring = make_part_ring(v_desc, BLOCK_N, HEAD_DIM_V, V_STAGES, CONSUMERS * WARPS, False)
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,

@@ -97,10 +97,11 @@ def _dkdv(
     streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
     blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
     if in_chunks(p):
-        options |= {"HEAD_DIM_V": p.head_dim_v}
+        options["HEAD_DIM_V"] = p.head_dim_v
         if config.p_slots:
-            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
-        options |= {"BLOCK_N": config.block_n}
+            options["P_SLOTS"] = config.p_slots
+            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options)
+        options["BLOCK_N"] = config.block_n
         return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})

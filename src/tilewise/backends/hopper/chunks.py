@@ -1,10 +1,11 @@
-"""Tiles in parts, where head_dim is no power of two: places for them in shared memory, and products that take one part after another."""
+"""Tiles in parts, where head_dim is no power of two or head_dim_v is another: rings of them, and products that take one part after
+another."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import ROWS
+from .parts import ROWS, arrive_warp, wait
 
 
 @gluon.constexpr_function
@@ -15,9 +16,10 @@ def swizzled(columns):
 
 @gluon.aggregate
 class Tiles:
-    """Places for tiles of some rows in shared memory. A tile is a row of parts: WIDE of them, and a narrow one beside them if NARROW.
+    """Places for tiles in shared memory. A tile is a row of parts: WIDE of them, and a narrow one beside them if NARROW.
 
-    192 columns are 128 and 64, 96 are three times 32. Copies move boxes of COLUMNS, of which a part may have two.
+    192 columns are 128 and 64, 96 are three times 32. Copies move boxes of COLUMNS, of which a part may have two. Few wide parts
+    are better: a product from registers copies its left operand for every part but the first.
     """
 
     wide: gl.shared_memory_descriptor  # [places * WIDE, rows, columns]
@@ -88,6 +90,71 @@ def make_tiles(desc, SIZE: gl.constexpr, ROWS_A_TILE: gl.constexpr, PLACES: gl.c
     else:
         narrow = wide
     return Tiles(wide, narrow, WIDE, NARROW, COLUMNS)
+
+
+@gluon.aggregate
+class PartRing:
+    """Slots of shared memory: a tile [rows, SIZE] in parts, and a number for each row if there is ``rows``."""
+
+    tiles: Tiles
+    rows: object  # [SLOTS, 1, rows]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SIZE: gl.constexpr
+    SLOTS: gl.constexpr
+
+    @gluon.jit
+    def parts(self, step):
+        """A tuple of the parts of the tile of this step."""
+        return self.tiles.parts(step % self.SLOTS)
+
+    @gluon.jit
+    def arrived(self, step):
+        """Wait until the tile of this step is there."""
+        wait(self.full.index(step % self.SLOTS), (step // self.SLOTS) & 1)
+
+    @gluon.jit
+    def take(self, step):
+        self.arrived(step)
+        return self.parts(step)
+
+    @gluon.jit
+    def release(self, step):
+        """Each warp says that it has read the tile of this step for the last time."""
+        arrive_warp(self.empty.index(step % self.SLOTS))
+
+    @gluon.jit
+    def fill(self, desc, batch, head, row, step, rows_desc=None, rows_head=None):
+        """Copy the tile whose first row this is, once the slot is empty, and the numbers of its rows, which are those of
+        ``rows_head``."""
+        slot = step % self.SLOTS
+        wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
+        full = self.full.index(slot)
+        BYTES: gl.constexpr = self.SIZE // self.tiles.COLUMNS * desc.block_type.nbytes
+        if rows_desc is None:
+            mbarrier.expect(full, BYTES)
+        else:
+            mbarrier.expect(full, BYTES + rows_desc.block_type.nbytes)
+        self.tiles.load(desc, batch, head, row, slot, full)
+        if rows_desc is not None:
+            tma.async_load(rows_desc, [rows_head, row], full, self.rows.index(slot))
+
+
+@gluon.jit
+def make_part_ring(
+    desc, ROWS_A_TILE: gl.constexpr, SIZE: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr, HAS_ROWS: gl.constexpr
+):
+    """A ring of tiles [ROWS_A_TILE, SIZE] whose slots are empty again after RELEASES arrivals."""
+    tiles = make_tiles(desc, SIZE, ROWS_A_TILE, SLOTS)
+    rows = None
+    if HAS_ROWS:
+        rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, ROWS_A_TILE], gl.NVMMASharedLayout(0, 32, 2))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=RELEASES)
+    return PartRing(tiles, rows, full, empty, SIZE, SLOTS)
 
 
 @gluon.constexpr_function
