@@ -41,7 +41,8 @@ def _gradients(row: Capability) -> str:
     if not row.gradients:
         return "none: forward only"
     text = ", ".join(f"d{GRADIENTS[letter]}" for letter in row.gradients)
-    return text + (f" (of bounds only at {dims_text(row.plain_gradients)})" if row.plain_gradients else "")
+    text += f" (of bounds only at {dims_text(row.plain_gradients)})" if row.plain_gradients else ""
+    return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 
 def _cells(row: Capability) -> tuple[str, ...]:

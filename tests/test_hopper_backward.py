@@ -19,14 +19,10 @@ from tilewise.bodies import allowed
 from tilewise.configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, illegal, in_chunks, padded_rows
 from tilewise.problem import Problem
 from tilewise.spec import Spec
+from tilewise.testing.compile_hopper_backward import words
 
 ROWS = 64
 CONFIGS = [(d, config) for table in (DKDV, DQ) for d, configs in table.items() for config in configs]
-
-
-def words(dims):
-    """A key of the tables of configs as a problem has it."""
-    return "/".join(map(str, dims)) if isinstance(dims, tuple) else str(dims)
 
 
 def _draw(rng, head_dim=64, longest=450):

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from test_hopper_backward import Dkdv, Program, words
+from test_hopper_backward import Dkdv, Program
 from test_hopper_walk import WARPS
 
 from tilewise.arch import Runtime
@@ -26,6 +26,7 @@ from tilewise.configs.hopper_backward import (
 )
 from tilewise.problem import Problem
 from tilewise.spec import Spec
+from tilewise.testing.compile_hopper_backward import words
 
 ROWS = 64
 LENGTHS = {"short": 1024, "medium": 4096, "long": 16384}

@@ -73,6 +73,10 @@ def test_every_backend_takes_something_and_every_limit_refuses_something():
             assert "layout" in {r.code for r in refuse(c, dataclasses.replace(problem, bulk=False))}
         if c.head_dims is not None:
             assert "head_dim" in {r.code for r in refuse(c, dataclasses.replace(problem, head_dim_v=size * 2))}
+        for head_dim, head_dim_v in c.forward_only:
+            other = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+            assert [r.code for r in refuse(c, other)] == ["gradient"]
+            assert not refuse(c, dataclasses.replace(other, grad=""))
         for head_dim, head_dim_v in c.plain_gradients:
             other = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v, grad="qkv")
             capped = dataclasses.replace(other, spec=Spec(score=("softcap:3.0",)))

@@ -24,10 +24,10 @@ class Capability:
 
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
-    head_dim_v; ``plain_gradients`` are pairs at which it has gradients of specs without terms only. ``bulk_only`` asks for tensors
-    that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate (letters of
-    ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what it can return
-    besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives.
+    head_dim_v; ``forward_only`` are pairs without a gradient, ``plain_gradients`` those with gradients of specs without terms only.
+    ``bulk_only`` asks for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate
+    (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what
+    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives.
     """
 
     backend: str
@@ -42,6 +42,7 @@ class Capability:
     deterministic: bool = True
     archs: tuple[str, ...] | None = None
     head_dims: tuple[tuple[int, int], ...] | None = None
+    forward_only: tuple[tuple[int, int], ...] = ()
     plain_gradients: tuple[tuple[int, int], ...] = ()
     bulk_only: bool = False
     gradients: str = "qkv"
@@ -190,9 +191,11 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
             no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
         elif p.spec.returns:
             no("jvp", f"the call wants {p.spec.returns}, of which it has no forward-mode derivative")
-    missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients]
+    missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]
     if missing:
         have = ", ".join(GRADIENTS[letter] for letter in c.gradients) or "none"
+        if pair in c.forward_only:
+            have = f"none at head_dim {dims_text((pair,))}"
         no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {have}")
     elif p.grad and p.spec.terms and pair in c.plain_gradients:
         text = f"a gradient is asked for and the spec has {', '.join(p.spec.terms)}"

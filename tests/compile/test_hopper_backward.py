@@ -8,7 +8,7 @@ pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs T
 from tilewise.arch import ARCHS
 from tilewise.configs.hopper_backward import DKDV, DQ, KEPT
 from tilewise.testing.compile_hopper import loops, main_loop
-from tilewise.testing.compile_hopper_backward import MASKS
+from tilewise.testing.compile_hopper_backward import MASKS, words
 
 # (instructions of the longest loop without a mask, bytes of spills of the kernel) that Triton 3.9.0 made, by kernel, head_dim and
 # place in DKDV, DQ or KEPT; "keeps" is dkdv that writes ds as well, "kept" is dq of that. The loop of dq holds the mask that free
@@ -59,9 +59,15 @@ os._exit(0)
 """
 
 
+def _dims(report):
+    """The key of a report's head dims in the tables of configs."""
+    pair = report["head_dim"], report["head_dim_v"]
+    return pair if pair[0] != pair[1] else pair[0]
+
+
 def _place(report):
-    """Place of a report's config among the configs of its head_dim; the first's if it is none of them."""
-    table = TABLES[report["kernel"]][report["head_dim"]]
+    """Place of a report's config among the configs of its head dims; the first's if it is none of them."""
+    table = TABLES[report["kernel"]][_dims(report)]
     configs = [list(vars(config).values()) for config in table]
     return configs.index(report["config"]) if report["config"] in configs else 0
 
@@ -69,7 +75,7 @@ def _place(report):
 def complaints(report):
     """What is wrong with a kernel: nothing, if it may ship."""
     wrong = []
-    key = report["kernel"], report["head_dim"], _place(report)
+    key = report["kernel"], _dims(report), _place(report)
     loop, spill = BUDGETS[key].get(report["mask"], (0, 0))
     if report["shared"] > min(report["predicted"], ARCHS["sm_90"].shared_memory):
         wrong.append(f"{report['shared']} bytes of shared memory, {report['predicted']} predicted")
@@ -90,7 +96,7 @@ def complaints(report):
 
 @pytest.fixture(scope="module")
 def reports():
-    processes = [start("-m", "tilewise.testing.compile_hopper_backward", str(head_dim)) for head_dim in DKDV]
+    processes = [start("-m", "tilewise.testing.compile_hopper_backward", words(dims)) for dims in DKDV]
     return [report for process in processes for report in reports_of(process)]
 
 
@@ -101,11 +107,11 @@ def test_every_config_compiles_within_its_budget(reports):
 
 @pytest.mark.parametrize("name, table", TABLES.items())
 def test_every_config_was_compiled(reports, name, table):
-    seen = {(r["head_dim"], r["mask"], _place(r)) for r in reports if r["kernel"] == name and r["dtype"] == "bfloat16"}
+    seen = {(_dims(r), r["mask"], _place(r)) for r in reports if r["kernel"] == name and r["dtype"] == "bfloat16"}
     wanted = {(d, mask, place) for d, configs in table.items() for place in range(len(configs)) for mask in ("full", "causal")}
     if name in ("dkdv", "dq"):  # the others know no lower bound
         wanted |= {(d, mask, 0) for d in table for mask in MASKS}
-        assert {r["head_dim"] for r in reports if r["kernel"] == name and r["dtype"] == "float16"} == set(table)
+        assert {_dims(r) for r in reports if r["kernel"] == name and r["dtype"] == "float16"} == set(table)
     if name == "keeps":  # what the launches take
         wanted = {(d, mask, place) for d, mask, place in wanted if place == 0}
     assert seen == wanted

@@ -25,7 +25,7 @@ from ..spec import NO_TENSORS
 from .compile_hopper import loops
 from .compile_only import _assemble, _operands, _table, use_target
 
-__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems"]
+__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems", "words"]
 
 MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
 SPILLED = re.compile(r"\b(?:STL|LDL)\b")
@@ -116,7 +116,8 @@ def compile_backward(
     )
 
 
-def _words(dims: Dims) -> str:
+def words(dims: Dims) -> str:
+    """A key of the tables of configs as a problem has it."""
     return dims_text((dims if isinstance(dims, tuple) else (dims, dims),))
 
 
@@ -128,7 +129,6 @@ def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem,
     full.
     """
     for dims in head_dims:
-        words = _words(dims)
         tables = [(DKDV[dims], False), (DQ[dims], False), (DKDV[dims], True), (KEPT[dims], True)]
         for configs, keeps in tables:
             for place, config in enumerate(configs):
@@ -142,7 +142,7 @@ def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem,
                     for dtype in ("bfloat16", "float16"):
                         if dtype == "float16" and (place or keeps or mask != "causal") and not every:
                             continue
-                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words} mask={bounds} arch=sm_90"
+                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
     options = parser.parse_args()
     use_target("sm_90")
-    known = {_words(dims): dims for dims in DKDV}
+    known = {words(dims): dims for dims in DKDV}
     for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every):
         print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()

@@ -30,7 +30,7 @@ _TIMES_FP16 = gl.constexpr(_TIMES_FP16 + " cvt.rn.f16x2.f32 $0, b, a; }")
 
 @gluon.jit
 def times(p16, dp, dtype: gl.constexpr):
-    """ds = p (dp - delta) in the dtype of the inputs, from the rounded p: two elements a register, as the product with p has them."""
+    """ds = p (dp - delta) in the dtype of the inputs, from the rounded p, two elements a register as its product has them."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(_TIMES_BF16, "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:

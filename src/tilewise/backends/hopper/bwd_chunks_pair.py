@@ -56,7 +56,7 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
             if keys.NEED_DK:
                 p_ring.put(step, p16)
             if keys.NEED_DV:
-                p_operand, dv = settled(1, p_operand, dv)
+                p_operand, dv = settled(len(k), p_operand, dv)
             do_ring.release(step)
             s = warpgroup_mma_wait(0, deps=(s_next,))
             step += 1
