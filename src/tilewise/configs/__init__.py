@@ -83,7 +83,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     loads go through registers, which keeps one stage fewer; float32 operands are laid out a second time for their three products.
     """
     p, arch = problem, problem.arch
-    first, second = padded(p.head_dim) * p.itemsize, padded(p.head_dim_v) * p.itemsize
+    held, held_v = ((sum(chunks(n, config.split)) if pass_ in IN_CHUNKS else padded(n)) for n in (p.head_dim, p.head_dim_v))
+    first, second = held * p.itemsize, held_v * p.itemsize
     both = first + second
     # Where the columns of the result are split, the streamed tile is read in part, besides in whole if the scores need it so.
     read = {"fwd": first + second // config.split, "dv": first + second // config.split}.get(pass_, both)

@@ -145,21 +145,21 @@ def _fwd_kernel(
     if HAS_LOWER and table is None:
         acc, acc_rest, l_i, m_i = _fwd_tiles(
             acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
-            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, acc_rest, l_i, m_i = _fwd_tiles(
         acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
-        head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-        drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+        score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, acc_rest, l_i, m_i = _fwd_tiles(
             acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
-            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
