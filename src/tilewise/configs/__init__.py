@@ -14,16 +14,19 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
+from .tiles import chunks, padded
 
 __all__ = [
     "PASSES",
     "Config",
+    "chunks",
     "default_config",
     "forget",
     "illegal",
     "length_class",
     "lookup",
     "origin",
+    "padded",
     "shared_memory",
     "splits_dkdv",
 ]
@@ -32,7 +35,6 @@ PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all tha
 
 
 IN_CHUNKS = ("fwd", "dkdv", "dk", "dv", "dq")  # passes that may take columns in two tiles
-_TWO_TILES = 32  # columns that are never two tiles
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
 
 
@@ -49,25 +51,6 @@ class Config:
     num_warps: int
     num_stages: int
     split: int = 1
-
-
-def padded(size: int) -> int:
-    """The extent of a tile that holds ``size`` columns: a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def chunks(size: int, split: int = 1) -> tuple[int, int]:
-    """How the kernels that hold no more than a power of two of columns take ``size`` of them: ``(columns of the first tile, of a
-    second one)``, both powers of two; 0: one tile holds them all.
-
-    Two tiles where they leave out a fifth of the padded columns at least: 72 columns are 64 + 16, 96 are 64 + 32, 192 are 128 + 64.
-    """
-    whole = padded(size)
-    first = whole // 2
-    rest = padded(size - first) if size > first else 0
-    if split == 1 and _TWO_TILES < whole <= 256 and 5 * (first + rest) <= 4 * whole:
-        return first, rest
-    return whole, 0
 
 
 def length_class(problem: Problem, pass_: str) -> str:
