@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, chunks, padded
-from ...configs.wide import units_kept
+from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
 from ...plan import Masked, MaskTensors, table_of
@@ -137,10 +137,13 @@ def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool =
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
     """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
     kept = wide_launch.geometries(problem) if set(problem.grad) & set("qkv") and units_kept(problem) else []
-    passes = ["fwd", *(["dq"] if "q" in problem.grad and not kept else [])]
+    forward = forward_units(problem) > 0
+    passes = [*([] if forward else ["fwd"]), *(["dq"] if "q" in problem.grad and not kept else [])]
     if set(problem.grad) & set("kv") and not kept:
         passes += ["dv", "dk"] if configs.splits_dkdv(problem) else ["dkdv"]
     found = ((configs.lookup(problem, name), name in configs.KEYS_RESIDENT) for name in passes)
+    tile = config_of(problem).weights
+    kept = [*([(tile.block_m, tile.block_n, False)] if forward and not kept else []), *kept]
     return [*((config.block_m, config.block_n, transposed) for config, transposed in found), *kept]
 
 
@@ -399,6 +402,10 @@ def forward(
     maxima: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
+    if maxima is None and forward_units(problem):
+        with torch.cuda.device_of(q):
+            wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
+        return
     config = configs.lookup(problem, "fwd")
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
