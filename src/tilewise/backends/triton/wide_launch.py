@@ -104,7 +104,7 @@ def _columns(
     x, tile = problem, config.weights
     (_, *table), _ = _masked(mask)
     m_blocks, n_blocks = _blocks(x, config)
-    _, (_, *others), _ = _settings(x, tile, "weights")
+    _, (_, *others), options = _settings(x, tile, "weights")
     columns = min(walk.columns, max(16, triton.next_power_of_2(size)))
     parts = triton.cdiv(size, columns)
     grid = ((n_blocks if keys_resident else m_blocks) * parts, heads // x.group if keys_resident else heads, 1)
@@ -113,6 +113,7 @@ def _columns(
     tiles = ((walk.step, block) if keys_resident else (block, walk.step), (walk.step, columns), (block, columns))
     own = {"SIZE": size, "COLS": columns, "STEP": walk.step, "num_warps": walk.num_warps, "num_stages": walk.num_stages}
     kernel = wide._keys_kernel if keys_resident else wide._queries_kernel
+    own |= {} if keys_resident else {"REVERSED": options["REVERSED"]}
     return _plan(x, kernel, grid, tiles, numbers, {**_constants(x, config), **own})
 
 
