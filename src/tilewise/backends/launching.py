@@ -94,13 +94,26 @@ def class_of(value: Any, specialised: bool = True, remainders: tuple[int, ...] =
     return (width, value == 1, value % 16 == 0) if specialised else width
 
 
+def _holds_tensors(value: Any) -> bool:
+    """Is a tensor itself among these numbers? What is kept must not hold it."""
+    return any(map(_holds_tensors, value)) if isinstance(value, tuple) else isinstance(value, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Again:
+    """An argument among the numbers of a plan: one more descriptor of its tensor number ``tile``, which copies another block."""
+
+    tile: int
+    block: tuple[int, ...]
+
+
 class _Tile:
-    """The part of a tensor descriptor that a launcher reads."""
+    """The part of a tensor descriptor that a launcher reads; ``tensor`` is the number of its tensor."""
 
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides", "tensor")
 
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
-        self.base, self.shape, self.strides = base, shape, strides
+    def __init__(self, base: Any, shape: list[int], strides: list[int], tensor: int):
+        self.base, self.shape, self.strides, self.tensor = base, shape, strides, tensor
         self.padding, self.round_f32_to_tf32 = "zero", False
 
 
@@ -121,7 +134,7 @@ class Plan:
         grid: the number of programs.
         blocks: for each of the first tensors, which are tiles, the block that its descriptor copies, or None: it goes as a pointer
             and its strides are passed. All of one sort.
-        numbers: the arguments after tensors and strides: numbers, None, holes, and tuples of these.
+        numbers: the arguments after tensors and strides: numbers, None, holes, tuples of these, and ``Again``.
         options: constants and launch options by name.
         descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
         layout: whatever else ``descriptor`` depends on; part of the key.
@@ -151,6 +164,7 @@ class Plan:
         software = runtime()
         trusted = NAMING if named else PROVEN
         self.keeps = software.triton in trusted and not software.interpret and torch.version.hip is None
+        self.keeps = self.keeps and not _holds_tensors(numbers)
         self._knobs: Any = None
         if self.keeps:
             import triton
@@ -167,8 +181,12 @@ class Plan:
             numbers = filled(numbers, named)
         if self._by_pointers:
             return (*tensors, *(t.stride() for t in tiles), *numbers)
-        make = self.descriptor
-        described = (make(t, list(t.shape), tile_strides(t), list(b)) for t, b in zip(tiles, self.blocks, strict=True))  # type: ignore[misc]
+
+        def made(t: torch.Tensor, block: Any) -> Any:
+            return self.descriptor(t, list(t.shape), tile_strides(t), list(block))  # type: ignore[misc]
+
+        described = (made(t, block) for t, block in zip(tiles, self.blocks, strict=True))
+        numbers = tuple(made(tensors[n.tile], n.block) if isinstance(n, Again) else n for n in numbers)
         return (*described, *tensors[len(tiles) :], *numbers)
 
     def launch(self, *tensors: torch.Tensor) -> Launch:
@@ -241,8 +259,9 @@ def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
     if plan._by_pointers:
         values: list[Any] = [*tensors, *(t.stride() for t in tiles), *plan.numbers]
     else:
-        values = [_Tile(t, list(t.shape), tile_strides(t)) for t in tiles]
-        values += [*tensors[len(tiles) :], *plan.numbers]
+        made = [_Tile(t, list(t.shape), tile_strides(t), i) for i, t in enumerate(tiles)]
+        again = [made[n.tile] if isinstance(n, Again) else n for n in plan.numbers]
+        values = [*made, *tensors[len(tiles) :], *again]
     rest = [p.name for p in plan.kernel.params][len(values) :]
     if any(name not in plan.options for name in rest):
         return None
@@ -265,8 +284,9 @@ def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tens
     """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
     programs = (*grid, 1, 1)[:3]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    forms = [(v.shape, v.strides) if isinstance(v, _Tile) else None for v in values[:tensors]]
+    forms = [(v.shape, v.strides, v.tensor) if isinstance(v, _Tile) else None for v in values[:tensors]]
     after = tuple(values[tensors:])
+    again = [(i, v.tensor) for i, v in enumerate(after) if isinstance(v, _Tile)]
     holes = has_holes(after)
     # What was last put into the holes: mostly the same from call to call.
     last: tuple[list[int], tuple[Any, ...]] = ([], ())
@@ -280,10 +300,15 @@ def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tens
                 last = where, addressed(after, where)
             numbers = last[1]
         sources = [
-            address if form is None else _Tile(_Address(address), *form)  # type: ignore[arg-type]
+            address if form is None else _Tile(_Address(address), *form)
             for address, form in zip(addresses, forms)  # noqa: B905 (those for holes are more)
         ]
-        run(*programs, stream, function, packed, None, None, None, *sources, *numbers)
+        rest = numbers
+        if again:
+            rest = list(numbers)
+            for i, tensor in again:
+                rest[i] = sources[tensor]
+        run(*programs, stream, function, packed, None, None, None, *sources, *rest)
 
     return launch
 
@@ -346,7 +371,7 @@ def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[An
     maps = iter(direct.maps)
     for i, value in enumerate(values):
         if isinstance(value, _Tile):
-            slots.append((i, len(args), (*next(maps), value.shape, value.strides, 0)))
+            slots.append((value.tensor, len(args), (*next(maps), value.shape, value.strides, 0)))
             args += [None, *value.shape, *value.strides]
         elif i < tensors:
             slots.append((i, len(args), None))
