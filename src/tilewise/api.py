@@ -299,7 +299,8 @@ def plan(
 
     Raises:
         InvalidInput, BackendRefused: as ``attention`` would. ``attention`` raises InvalidInput for a plan that was made for other
-            shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
+            shapes, and for one whose tensors were changed in place or got other memory since (outside compiled graphs, which do not
+            look; nor is it seen what a kernel of one's own writes).
 
     Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
     without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own.
