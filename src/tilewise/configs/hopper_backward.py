@@ -69,6 +69,23 @@ class KeptConfig:
 
 
 @dataclass(frozen=True)
+class AddingConfig:
+    """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between consumers and adder; dq
+    leaves ``width`` columns of 64 rows at a time, the first ``bulk`` such slices of a tile by bulk reduce-add. ``early``: the adder,
+    which also feeds, copies the next tile of queries in before the adds of a step."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    ds_slots: int
+    width: int
+    bulk: int
+    early: bool
+    consumer_registers: int
+    adder_registers: int
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """A whole backward pass, as a record holds it: the kernel over keys, and either the kernel that makes dq from the beginning or
     that which makes it from a ds in memory."""
@@ -104,6 +121,18 @@ RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
 SPACIOUS = {64: 1}
 
+ADDING: dict[int, tuple[AddingConfig, ...]] = {
+    64: (
+        AddingConfig(128, 128, 2, 2, 64, 1, False, 216, 72),
+        AddingConfig(64, 128, 3, 2, 64, 0, True, 216, 72),
+        AddingConfig(64, 192, 3, 2, 32, 1, True, 152, 56),
+    ),
+    128: (
+        AddingConfig(64, 128, 3, 2, 64, 1, True, 216, 72),
+        AddingConfig(64, 128, 3, 2, 64, 0, True, 216, 72),
+        AddingConfig(64, 128, 2, 2, 64, 1, False, 216, 72),
+    ),
+}
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
     128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
