@@ -8,10 +8,13 @@ from ..problem import Problem
 from . import records
 
 __all__ = [
+    "ADDING",
+    "ADDS",
     "DKDV",
     "DQ",
     "KEEPS",
     "KEPT",
+    "AddingConfig",
     "BackwardConfig",
     "KeptConfig",
     "KeysConfig",
@@ -19,6 +22,7 @@ __all__ = [
     "heads_kept",
     "illegal",
     "illegal_backward",
+    "lookup_adding",
     "lookup_dkdv",
     "lookup_dq",
     "lookup_kept",
@@ -71,8 +75,8 @@ class KeptConfig:
 @dataclass(frozen=True)
 class AddingConfig:
     """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between consumers and adder; dq
-    leaves ``width`` columns of 64 rows at a time, the first ``bulk`` such slices of a tile by bulk reduce-add. ``early``: the adder,
-    which also feeds, copies the next tile of queries in before the adds of a step."""
+    leaves ``width`` columns of 64 rows at a time, the first ``bulk`` such slices of a tile by bulk reduce-add. ``early``: the
+    adder, which also feeds, copies the next tile of queries in before the adds of a step."""
 
     block_m: int
     block_n: int
@@ -149,6 +153,16 @@ KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
     (256, False): ("short",),
     (256, True): ("short", "medium"),
 }
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by (head_dim, mask): classes of the number
+# of keys. "band" has a lower bound.
+ADDS: dict[tuple[int, str], tuple[str, ...]] = {
+    (64, "full"): ("short", "medium", "long"),
+    (64, "causal"): ("short", "medium", "long"),
+    (64, "band"): (),
+    (128, "full"): ("short", "medium", "long"),
+    (128, "causal"): ("short", "medium", "long"),
+    (128, "band"): (),
+}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -161,13 +175,17 @@ def _never_keeps(problem: Problem) -> bool:
     return problem.spec.segment or problem.spec.row or "alibi" in problem.spec.steps
 
 
-def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
+def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row = problem.head_dim * problem.itemsize
     ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
         tiles = (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row
         return tiles + ramp * config.block_n + _BARRIERS
+    if isinstance(config, AddingConfig):
+        streamed = config.stages * config.block_m * (2 * row + 8)
+        handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
+        return 2 * config.block_n * row + streamed + handed + max(config.bulk, 0) * 64 * config.width * 4 + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
@@ -177,9 +195,14 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
-def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> str | None:
+def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
-    if isinstance(config, KeysConfig):
+    if isinstance(config, AddingConfig):
+        blocks = {"block_m": (64, 128), "block_n": (128, 192), "width": (32, 64)}
+        slots = config.stages - config.early
+        if slots < 2:
+            return f"{config.stages} slots of queries, of which {slots} would be filled ahead: the scores of the next tile need two"
+    elif isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
     elif isinstance(config, QueriesConfig):
         blocks = {"block_m": (128, 192), "block_n": (32, 64, 128)}
@@ -200,6 +223,11 @@ def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
         return "ds is kept in memory and there is a lower bound: a band would fill little of that memory"
     parts = [part for part in (config.keys, config.queries, config.kept) if part is not None]
     return next((why for why in (illegal(problem, part) for part in parts) if why is not None), None)
+
+
+def _length(problem: Problem) -> str:
+    """The class of the number of keys, in ``KEEPS`` and ``ADDS``."""
+    return "short" if problem.seqlen_k < 2048 else "medium" if problem.seqlen_k < 8192 else "long"
 
 
 def _own(problem: Problem) -> records.Found | None:
@@ -228,6 +256,17 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
     return (own and own.config.queries) or DQ[p.head_dim][place]
 
 
+def lookup_adding(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that makes all gradients and adds dq up in memory; None where the others are as fast, or where
+    only they can do it."""
+    p = problem
+    if p.head_dim not in ADDING or p.spec.terms:
+        return None
+    _, _, has_upper, has_lower = p.bounds
+    mask = "band" if has_lower else "causal" if has_upper else "full"
+    return ADDING[p.head_dim][0] if _length(p) in ADDS[p.head_dim, mask] else None
+
+
 def lookup_kept(problem: Problem) -> KeptConfig:
     """The config of the kernel that makes dq from a ds in memory."""
     own = _own(problem)
@@ -247,8 +286,7 @@ def _keeps(problem: Problem) -> bool:
     own = _own(p)
     if own is not None:
         return own.config.kept is not None
-    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
-    return not has_lower and length in KEEPS[p.head_dim, has_upper]
+    return not has_lower and _length(p) in KEEPS[p.head_dim, has_upper]
 
 
 def heads_kept(problem: Problem) -> int:

@@ -1,8 +1,8 @@
 """Backward, the fastest form: ``dq``, ``dk`` and ``dv`` by one kernel of five products; ``dq`` is added up in float32 in memory.
 
-The kernel of ``bwd.py`` with one more warpgroup, the adder. The consumers hand it their ds^T through shared memory; it makes ``ds k``
-[BLOCK_M queries, HEAD_DIM] of each tile and adds it to sums in memory. The adds of different programs come in any order, so the last
-bits of dq may differ between runs.
+The kernel of ``bwd.py`` with another warpgroup in the feeder's place, the adder. The consumers hand it their ds^T through shared
+memory; it makes ``ds k`` [BLOCK_M queries, HEAD_DIM] of each tile and adds it to sums in memory. The adds of different programs
+come in any order, so the last bits of dq may differ between runs.
 
 The sums lie in the order in which a warpgroup holds an accumulator: for each 64 rows and each 8 columns, the 4 numbers of every
 thread. So one vector instruction of a warp adds 512 bytes that lie side by side; ``_gather_kernel`` (``bwd_rows.py``) puts them in
@@ -87,6 +87,21 @@ def _pass_over(count, step, q_ring, do_ring, handed, zeros):
 
 
 @gluon.jit
+def _opaque(x):
+    """The same number. What follows from it is worked out where it is needed, and not above the loop."""
+    return gl.inline_asm("mov.u32 $0, $1;", "=r,r", [x], gl.int32)
+
+
+@gluon.jit
+def _ranges(keys, C: gl.constexpr):
+    """``(lo, own_lo, free_lo, free_hi, own_hi, hi)`` of a consumer, worked out again rather than kept in registers."""
+    _, _, start_n = keys.place()
+    lo, hi = keys.tiles(start_n)
+    own_lo, free_lo, free_hi, own_hi = keys.own(start_n + C * ROWS, lo, hi)
+    return lo, own_lo, free_lo, free_hi, own_hi, hi
+
+
+@gluon.jit
 def _consumer(
     C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
 ):
@@ -95,8 +110,6 @@ def _consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = keys.place()
     key_row = start_n + C * ROWS
-    lo, hi = keys.tiles(start_n)
-    own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
     k_tile = k_tiles.index(C)
     v_tile = v_tiles.index(C)
     handed = Handed(ds_ring, C)
@@ -108,23 +121,27 @@ def _consumer(
     wait(kv_full.index(1), 0)
     own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
     for _ in range(keys.group):
+        lo, own_lo, free_lo, free_hi, own_hi, hi = _ranges(keys, C)
         step = _pass_over(own_lo - lo, step, q_ring, do_ring, handed, zeros)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros, keys, own, left),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, _opaque(key_row),
                 qk_scale2, handed, True, P_LAYOUT,
             )  # fmt: skip
+        lo, own_lo, free_lo, free_hi, own_hi, hi = _ranges(keys, C)
         s, dk, dv, step = _steps(
             free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
             qk_scale2, handed, False, P_LAYOUT,
         )  # fmt: skip
+        lo, own_lo, free_lo, free_hi, own_hi, hi = _ranges(keys, C)
         if keys.HAS_LOWER or keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, _opaque(key_row),
                 qk_scale2, handed, True, P_LAYOUT,
             )  # fmt: skip
+        lo, own_lo, free_lo, free_hi, own_hi, hi = _ranges(keys, C)
         step = _pass_over(hi - own_hi, step, q_ring, do_ring, handed, zeros)
     # The adder still reads the keys, so dk leaves through a slot of queries.
     arrive_warp(left)
@@ -143,8 +160,8 @@ def _add_text(outputs, inputs):
         "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;"
         f"add.u64 a, a, {base[0]};"
     ]
-    for i in range(0, len(x), 4):
-        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{i * 512}], {{{', '.join(x[i : i + 4])}}};")
+    add = "red.relaxed.gpu.global.add.v4.f32"
+    lines += [f"{add} [a+{i * 512}], {{{', '.join(x[i : i + 4])}}};" for i in range(0, len(x), 4)]
     return "\n".join(lines) + "}"
 
 
@@ -152,8 +169,7 @@ def _add_text(outputs, inputs):
 def _stage_text(outputs, inputs):
     x, base = inputs
     lines = ["{ .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; add.u32 t, t, " + base[0] + ";"]
-    for i in range(0, len(x), 4):
-        lines.append(f"st.shared.v4.f32 [t+{i * 512}], {{{', '.join(x[i : i + 4])}}};")
+    lines += [f"st.shared.v4.f32 [t+{i * 512}], {{{', '.join(x[i : i + 4])}}};" for i in range(0, len(x), 4)]
     return "\n".join(lines) + "fence.proxy.async.shared::cta; }"
 
 
@@ -244,9 +260,7 @@ class Sums:
 
 
 @gluon.jit
-def _adder(
-    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, sums
-):
+def _adder(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, sums):
     """Feeder and adder in one. EARLY: a tile is fed before the adds of a step, into the slot that the step before has left."""
     batch, head_kv, start_n = keys.place()
     lo, hi = keys.tiles(start_n)
