@@ -17,7 +17,18 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper_backward import DKDV, DQ, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..configs.hopper_backward import (
+    ADDING,
+    DKDV,
+    DQ,
+    KEPT,
+    AddingConfig,
+    KeptConfig,
+    KeysConfig,
+    QueriesConfig,
+    padded_rows,
+    shared_memory,
+)
 from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_hopper import loops
@@ -31,8 +42,8 @@ SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq or kept (dq of a ds in
-    memory); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq, kept (dq of a ds in memory)
+    or adds (all three gradients); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
     of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
     in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
     other loops that multiply as much."""
@@ -51,23 +62,24 @@ class BackwardReport:
     masked_spills: int
 
 
-def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> tuple[int, int]:
+_Config = KeysConfig | QueriesConfig | KeptConfig | AddingConfig
+
+
+def _products(problem: Problem, config: _Config) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
     deep = problem.head_dim // 16
     if isinstance(config, KeptConfig):
         return config.block_m // 64, 64 // 16
     if isinstance(config, QueriesConfig):
         return config.block_m // 64, 2 * deep + config.block_n // 16
-    if config.p_slots:
+    if isinstance(config, KeysConfig) and config.p_slots:
         return 2, deep + config.block_m // 16
     return config.block_n // 64, 2 * (deep + config.block_m // 16)
 
 
-def compile_backward(
-    problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig, mask: str, keeps: bool = False
-) -> BackwardReport:
+def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool = False) -> BackwardReport:
     """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: a kernel over keys writes ds to memory too."""
-    from ..backends.hopper import bwd_launch
+    from ..backends.hopper import bwd_add_launch, bwd_launch
 
     p = problem
     dtype = getattr(torch, p.dtype)
@@ -81,6 +93,10 @@ def compile_backward(
         table = _table(p, tensors, config.block_m, config.block_n, True)
         given = (q, k, k, q, rows, rows, k, k, ds if keeps else None)
         launch = bwd_launch.launch_dkdv(p, config, *given, tensors=tensors, table=table)
+    elif isinstance(config, AddingConfig):
+        gradients = bwd_add_launch.adding_plans(p, config, False)[1]
+        sums = torch.empty(rows.numel() * p.head_dim, dtype=torch.float32)
+        name, launch = "adds", gradients.launch(k, k, q, q, rows, rows, k, k, sums)
     elif isinstance(config, KeptConfig):
         name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
@@ -108,7 +124,7 @@ def compile_backward(
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig | KeptConfig, bool]]:
+def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only.
 
@@ -117,6 +133,7 @@ def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, 
     """
     for head_dim in head_dims:
         tables = [(DKDV[head_dim], False), (DQ[head_dim], False), (DKDV[head_dim], True), (KEPT[head_dim], True)]
+        tables.append((ADDING.get(head_dim, ()), False))
         for configs, keeps in tables:
             for place, config in enumerate(configs):
                 if keeps and place and isinstance(config, KeysConfig) and not every:
