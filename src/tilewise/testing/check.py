@@ -14,13 +14,14 @@ import torch
 
 from ..arch import arch_of
 from ..capabilities import CAPABILITIES, Capability, refuse
+from ..configs.hopper_backward import ADDING
 from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, Entry, run_call
 from .gauntlet import entry as entry_of
-from .large import LARGE, all_configs, busy, free_gib
+from .large import LARGE, adding, all_configs, busy, free_gib
 from .tangents import JVP_ENTRIES, run_jvp
 from .tolerance import Result
 
@@ -144,6 +145,32 @@ def _run_fitting(build: Callable[[], Call], backend: str, name: str) -> list[Res
     return [] if call is None else run_call(call, backend, name)
 
 
+def _run_adding(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
+    """A call that need not be deterministic, by the kernel that adds dq up in memory."""
+    with adding():
+        call = build()
+        return run_call(call.replace(deterministic=False), backend, name) if fit(call, backend) is call else []
+
+
+def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int) -> list[Job]:
+    """Inputs whose specs have bounds only, once more in the other mode."""
+    out = []
+    for dtype, dim, entry in itertools.product(dtypes, ADDING, GAUNTLET):
+        if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms):
+            at = entry.at_head_dims(dim, dim)
+            name = f"{at.name}, dq added up"
+            out.append(Job(c.backend, _name(dtype), name, partial(_run_adding, partial(at.build, device, dtype, seed), c.backend, name)))
+    rng = random.Random(seed + 1)
+    pairs = tuple((dim, dim) for dim in ADDING)
+    for i in range(randoms):
+        shape, arguments = random_problem(rng, False, pairs)
+        dtype = dtypes[i % len(dtypes)]
+        name = f"random {'x'.join(map(str, shape))} {arguments['spec']}, dq added up"
+        build = partial(random_call, shape, device=device, dtype=dtype, **arguments)
+        out.append(Job(c.backend, _name(dtype), name, partial(_run_adding, build, c.backend, name)))
+    return out
+
+
 def _tf32_call(name: str, device: torch.device, seed: int) -> Call:
     return entry_of(name).build(device, torch.float32, seed).replace(precision="tf32")
 
@@ -207,6 +234,8 @@ def jobs(
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")
                 out.append(Job(c.backend, "float32", f"{name}, tf32", work))
+        if not c.always_deterministic:
+            out += _adding_jobs(c, dtypes, where, seed, count)
         small = interpreted or quick
         for case in CASES:
             for dtype in case.dtypes:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import configs
+from ..configs import hopper_backward
 from ..spec import Spec, causal, full
 from ..terms import alibi, bias, dense, segments, sink
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
-__all__ = ["LARGE", "Large", "all_configs", "busy", "free_gib"]
+__all__ = ["LARGE", "Large", "adding", "all_configs", "busy", "free_gib"]
 
 Device = torch.device | str
 _ENDS = 256  # rows at each end of a long sequence that have a gradient
@@ -251,6 +252,17 @@ def _forced(wanted: dict[str, configs.Config]) -> Iterator[None]:
         yield
     finally:
         configs.lookup = original
+
+
+@contextlib.contextmanager
+def adding() -> Iterator[None]:
+    """Within it, calls that need not be deterministic add dq up in memory on Hopper at every length and under every mask."""
+    table = dict(hopper_backward.ADDS)
+    hopper_backward.ADDS.update(dict.fromkeys(table, ("short", "medium", "long")))
+    try:
+        yield
+    finally:
+        hopper_backward.ADDS.update(table)
 
 
 def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:
