@@ -1,4 +1,4 @@
-"""The Hopper backward that adds dq up in memory: a model of its barriers, configs, when it is taken."""
+"""The Hopper backward that adds dq up in memory: a model of its barriers, when it is taken, the argument that allows it."""
 
 import dataclasses
 import random
@@ -10,11 +10,13 @@ from test_hopper_walk import WARPS
 
 import tilewise as tw
 from tilewise.arch import Runtime
-from tilewise.configs.hopper_backward import ADDING, ADDS, illegal, lookup_adding, shared_memory
+from tilewise.configs.hopper_backward import ADDING, ADDS, AddingConfig, illegal, lookup_adding, shared_memory
 from tilewise.problem import Problem
 from tilewise.spec import Spec
+from tilewise.testing.large import adding
 
 CONFIGS = [(d, config) for d, configs in ADDING.items() for config in configs]
+SMALL = AddingConfig(64, 128, 3, 2, 216, 72)  # more steps, so more that can go wrong
 
 
 class Adding(KeysProgram):
@@ -22,11 +24,11 @@ class Adding(KeysProgram):
 
     def processes(self):
         consumers = self.config.block_n // ROWS
+        fills = WARPS if self.fault == "publishes for one consumer" else consumers * WARPS
         self.q = self.ring(self.config.stages, 1, consumers * WARPS)
         self.do = self.ring(self.config.stages, 1, consumers * WARPS)
-        self.ds = self.ring(self.config.ds_slots, consumers * WARPS, WARPS, parts=consumers * WARPS)
-        self.out = []
-        self.tiles = [(member, m_block) for member in range(self.p.group) for m_block in range(self.lo, self.hi)]
+        self.ds = self.ring(self.config.ds_slots, fills, WARPS, parts=consumers * WARPS)
+        self.tiles = [(member, m_block) for member in range(self.p.group) for m_block in range(self.hi)]
         return [*(self.adder(w) for w in range(WARPS)), *(self.warp(c, w) for c in range(consumers) for w in range(WARPS))]
 
     def fill(self, w, step):
@@ -36,23 +38,20 @@ class Adding(KeysProgram):
                 yield from ring.fill(step, self.tiles[step], self.copies)
 
     def adder(self, w):
-        c = self.config
         if w == 0:
             self.resident(self.keys)
             self.resident(self.values)
-        ahead = c.stages - 1 if c.early else c.stages
+        ahead = self.config.stages - 1
         for fed in range(min(ahead, len(self.tiles))):
             yield from self.fill(w, fed)
         yield from self.keys.arrived(0)
         for step, here in enumerate(self.tiles):
             yield from self.ds.arrived(step)
-            if c.early and step + ahead < len(self.tiles):
+            if step + ahead < len(self.tiles):
                 yield from self.fill(w, step + ahead)
             yield from self.ds.read(step, here)
             self.ds.release(step)
             self.attended.append(("adder", *here))
-            if not c.early and step + ahead < len(self.tiles):
-                yield from self.fill(w, step + ahead)
 
     def put(self, step, c, w, tag):
         if self.fault != "does not wait for the adder":
@@ -62,28 +61,15 @@ class Adding(KeysProgram):
         yield lambda: True
         self.ds.full[slot].arrive()
 
-    def passed(self, step, c, w, member, tiles):
-        for m_block in tiles:
-            for ring in (self.q, self.do):
-                yield from ring.arrived(step)
-                ring.check(step, (member, m_block))
-                ring.release(step)
-            if self.fault != "hands no zeros on":
-                yield from self.put(step, c, w, (member, m_block))
-            step += 1
-
     def warp(self, c, w):
-        own_lo, _, _, own_hi = self.own(c)
         step = 0
         yield from self.keys.arrived(0)
         yield from self.values.arrived(0)
         for member in range(self.p.group):
-            yield from self.passed(step, c, w, member, range(self.lo, own_lo))
-            step += own_lo - self.lo
             yield from self.q.arrived(step)
-            yield from self.q.read(step, (member, own_lo))
-            s = member, own_lo
-            for m_block in range(own_lo, own_hi):
+            yield from self.q.read(step, (member, 0))
+            s = member, 0
+            for m_block in range(self.hi):
                 here = member, m_block
                 if s != here:
                     raise RuntimeError(f"scores of {s} are taken for those of {here}")
@@ -92,7 +78,7 @@ class Adding(KeysProgram):
                 yield from self.do.read(step, here)
                 self.do.release(step)
                 s = None  # made from a slot that may be being refilled
-                if m_block + 1 < own_hi:
+                if m_block + 1 < self.hi:
                     yield from self.q.arrived(step + 1)
                     yield from self.q.read(step + 1, (member, m_block + 1))
                     s = member, m_block + 1
@@ -101,31 +87,28 @@ class Adding(KeysProgram):
                 self.q.release(step)
                 step += 1
                 self.attended.append((c, *here))
-            yield from self.passed(step, c, w, member, range(own_hi, self.hi))
-            step += self.hi - own_hi
 
     def expected(self):
-        found = [("adder", *tile) for tile in self.tiles]
-        for c in range(self.config.block_n // ROWS):
-            own_lo, _, _, own_hi = self.own(c)
-            found += [(c, member, m_block) for member in range(self.p.group) for m_block in range(own_lo, own_hi)]
-        return found
+        return [(who, *tile) for who in ("adder", *range(self.config.block_n // ROWS)) for tile in self.tiles]
 
 
 def _launch(problem, config, rng, **options):
+    """Without bounds every program walks all tiles of queries."""
+    problem = dataclasses.replace(problem, spec=Spec())
     program = Adding(problem, config, rng.randrange(-(-problem.seqlen_k // config.block_n)), **options)
+    assert program.lo == 0
     program.run(rng)
     assert sorted(program.attended, key=str) == sorted(program.expected() * WARPS, key=str)
 
 
-@pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
+@pytest.mark.parametrize("head_dim, config", [*CONFIGS, (64, SMALL)], ids=lambda x: str(x).replace("Config", ""))
 def test_every_tile_is_added_without_deadlock(head_dim, config):
     rng = random.Random(head_dim)
     for _ in range(25):
         _launch(_draw(rng, head_dim), config, rng)
 
 
-FAULTS = ["+", "-", "does not wait for the adder", "hands no zeros on"]
+FAULTS = ["+", "-", "does not wait for the adder", "publishes for one consumer"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -134,27 +117,24 @@ def test_the_model_can_fail(fault):
 
     def launches():
         for _ in range(60):
-            _launch(_draw(rng), ADDING[64][0], rng, fault=fault)
+            _launch(_draw(rng), SMALL, rng, fault=fault)
 
     with pytest.raises(RuntimeError, match=r"deadlock|holds|taken|phase"):
         launches()
 
 
-def test_feeding_early_needs_a_slot_more():
-    """With two slots the tile that the consumers wait for would be fed after the ds that they have yet to hand on."""
+def test_two_slots_are_too_few():
+    """The tile that the consumers wait for would be fed after the ds that they have yet to hand on."""
     rng = random.Random(0)
+    two = dataclasses.replace(SMALL, stages=2)
+    assert "at least 3" in illegal(_problem(), two)
 
     def launches():
         for _ in range(60):
-            _launch(_draw(rng), dataclasses.replace(ADDING[64][0], stages=2, early=True), rng)
+            _launch(_draw(rng), two, rng)
 
     with pytest.raises(RuntimeError, match="deadlock"):
         launches()
-
-
-def test_feeding_early_with_two_slots_is_refused():
-    early = dataclasses.replace(ADDING[64][0], stages=2, early=True)
-    assert "need two" in illegal(_problem(), early)
 
 
 @pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
@@ -163,35 +143,47 @@ def test_every_config_is_legal(head_dim, config):
     assert illegal(problem, config) is None
     assert "block_n" in illegal(problem, dataclasses.replace(config, block_n=96))
     assert "shared memory" in illegal(problem, dataclasses.replace(config, stages=20))
-    assert shared_memory(problem, dataclasses.replace(config, bulk=config.bulk + 1)) == (
-        shared_memory(problem, config) + 64 * config.width * 4
-    )
+    more = dataclasses.replace(config, ds_slots=config.ds_slots + 1)
+    assert shared_memory(problem, more) - shared_memory(problem, config) == config.block_m * config.block_n * 2
 
 
 # When it is taken.
 
-MASKS = {"full": Spec(), "causal": Spec(upper=0), "band": Spec(upper=0, lower=300)}
 LENGTHS = {"short": 1024, "medium": 4096, "long": 16384}
 
 
-def _problem(head_dim=64, mask="full", length=1024, deterministic=None, words=""):
-    text = f"seqlen={length} head_dim={head_dim} arch=sm_90 grad=qkv {words}"
-    spec = dataclasses.replace(MASKS[mask], deterministic=deterministic)
-    return dataclasses.replace(Problem.parse(text, software=Runtime((3, 9))), spec=spec)
+def _problem(head_dim=64, length=1024, heads=32, deterministic=None, words="", **bounds):
+    text = f"heads={heads} seqlen={length} head_dim={head_dim} arch=sm_90 grad=qkv {words}"
+    return dataclasses.replace(Problem.parse(text, software=Runtime((3, 9))), spec=Spec(deterministic=deterministic, **bounds))
 
 
-def test_the_table_knows_every_head_dim_and_mask():
-    assert set(ADDS) == {(d, mask) for d in ADDING for mask in MASKS}
-    for (head_dim, mask), classes in ADDS.items():
+def test_the_table_says_at_which_lengths():
+    assert set(ADDS) == set(ADDING)
+    for head_dim, classes in ADDS.items():
         assert set(classes) <= set(LENGTHS)
         for name, length in LENGTHS.items():
-            assert (lookup_adding(_problem(head_dim, mask, length)) is not None) == (name in classes)
+            assert (lookup_adding(_problem(head_dim, length)) is not None) == (name in classes)
 
 
-def test_terms_and_other_head_dims_stay_with_the_other_kernels():
-    assert lookup_adding(_problem(256)) is None
-    capped = Problem.parse("seqlen=4096 head_dim=128 mask=softcap:30.0 arch=sm_90", software=Runtime((3, 9)))
-    assert lookup_adding(capped) is None
+def test_an_empty_class_switches_it_off(monkeypatch):
+    monkeypatch.setitem(ADDS, 64, ())
+    assert all(lookup_adding(_problem(64, length, deterministic=False)) is None for length in LENGTHS.values())
+
+
+def test_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
+    capped = Problem.parse("heads=32 seqlen=4096 head_dim=64 mask=softcap:30.0 arch=sm_90", software=Runtime((3, 9)))
+    others = [_problem(128), _problem(256), _problem(upper=0), _problem(lower=300), capped]
+    with adding():
+        assert all(lookup_adding(p) is None for p in others)
+        assert lookup_adding(_problem(upper=2000)) is not None  # a bound that no pair reaches
+
+
+def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels():
+    assert lookup_adding(_problem(length=1024, heads=16)) is None
+    assert lookup_adding(_problem(length=1024, heads=17)) is not None
+    with adding():
+        assert lookup_adding(_problem(length=64, heads=1)) is not None
+    assert lookup_adding(_problem(length=64, heads=1)) is None
 
 
 def _kernels(monkeypatch, problem, wanted=("dq", "dk", "dv")):
@@ -217,22 +209,16 @@ FAST = ["_zeroing_rows_kernel", "_dkdvdq_kernel", "_gather_kernel"]
 @pytest.mark.parametrize("head_dim", ADDING)
 @pytest.mark.parametrize("asked, switched_on, fast", [(None, 0, 1), (None, 1, 0), (False, 0, 1), (False, 1, 1), (True, 0, 0)])
 def test_the_mode_decides(monkeypatch, head_dim, asked, switched_on, fast):
-    monkeypatch.setitem(ADDS, (head_dim, "causal"), tuple(LENGTHS))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: bool(switched_on))
-    found = _kernels(monkeypatch, _problem(head_dim, "causal", deterministic=asked))
+    with adding():
+        found = _kernels(monkeypatch, _problem(head_dim, deterministic=asked))
     assert (found == FAST) == bool(fast)
     assert fast or "_dkdvdq_kernel" not in found
 
 
 def test_a_gradient_that_nobody_wants_is_not_made(monkeypatch):
-    monkeypatch.setitem(ADDS, (64, "full"), tuple(LENGTHS))
     for wanted in (("dq", "dk"), ("dk", "dv"), ("dq",)):
         assert "_dkdvdq_kernel" not in _kernels(monkeypatch, _problem(deterministic=False), wanted)
-
-
-def test_where_the_table_says_so_the_other_kernels_are_taken(monkeypatch):
-    monkeypatch.setitem(ADDS, (64, "full"), ())
-    assert "_dkdvdq_kernel" not in _kernels(monkeypatch, _problem(deterministic=False))
 
 
 # The argument.

@@ -19,6 +19,7 @@ __all__ = [
     "KeptConfig",
     "KeysConfig",
     "QueriesConfig",
+    "adds",
     "heads_kept",
     "illegal",
     "illegal_backward",
@@ -74,17 +75,13 @@ class KeptConfig:
 
 @dataclass(frozen=True)
 class AddingConfig:
-    """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between consumers and adder; dq
-    leaves ``width`` columns of 64 rows at a time, the first ``bulk`` such slices of a tile by bulk reduce-add. ``early``: the
-    adder, which also feeds, copies the next tile of queries in before the adds of a step."""
+    """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
+    keys each, and the warpgroup that adds."""
 
     block_m: int
     block_n: int
     stages: int
     ds_slots: int
-    width: int
-    bulk: int
-    early: bool
     consumer_registers: int
     adder_registers: int
 
@@ -125,18 +122,7 @@ RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
 SPACIOUS = {64: 1}
 
-ADDING: dict[int, tuple[AddingConfig, ...]] = {
-    64: (
-        AddingConfig(128, 128, 2, 2, 64, 1, False, 216, 72),
-        AddingConfig(64, 128, 3, 2, 64, 0, True, 216, 72),
-        AddingConfig(64, 192, 3, 2, 32, 1, True, 152, 56),
-    ),
-    128: (
-        AddingConfig(64, 128, 3, 2, 64, 1, True, 216, 72),
-        AddingConfig(64, 128, 3, 2, 64, 0, True, 216, 72),
-        AddingConfig(64, 128, 2, 2, 64, 1, False, 216, 72),
-    ),
-}
+ADDING: dict[int, tuple[AddingConfig, ...]] = {64: (AddingConfig(128, 128, 3, 2, 216, 72),)}
 KEPT: dict[int, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
     128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
@@ -153,16 +139,9 @@ KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
     (256, False): ("short",),
     (256, True): ("short", "medium"),
 }
-# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by (head_dim, mask): classes of the number
-# of keys. "band" has a lower bound.
-ADDS: dict[tuple[int, str], tuple[str, ...]] = {
-    (64, "full"): ("short", "medium", "long"),
-    (64, "causal"): ("short", "medium", "long"),
-    (64, "band"): (),
-    (128, "full"): ("short", "medium", "long"),
-    (128, "causal"): ("short", "medium", "long"),
-    (128, "band"): (),
-}
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by head_dim: classes of the number of keys.
+# It knows no bounds. An empty class switches it off, whatever a call asks for.
+ADDS: dict[int, tuple[str, ...]] = {64: ("short", "medium", "long")}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -185,7 +164,7 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     if isinstance(config, AddingConfig):
         streamed = config.stages * config.block_m * (2 * row + 8)
         handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
-        return 2 * config.block_n * row + streamed + handed + max(config.bulk, 0) * 64 * config.width * 4 + _BARRIERS
+        return 2 * config.block_n * row + streamed + handed + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
@@ -198,10 +177,9 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
 def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
     if isinstance(config, AddingConfig):
-        blocks = {"block_m": (64, 128), "block_n": (128, 192), "width": (32, 64)}
-        slots = config.stages - config.early
-        if slots < 2:
-            return f"{config.stages} slots of queries, of which {slots} would be filled ahead: the scores of the next tile need two"
+        blocks = {"block_m": (64, 128), "block_n": (128,)}
+        if config.stages < 3:
+            return f"stages is {config.stages}, expected at least 3: tiles are fed ahead of the adds"
     elif isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
     elif isinstance(config, QueriesConfig):
@@ -256,15 +234,20 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
     return (own and own.config.queries) or DQ[p.head_dim][place]
 
 
+def adds(problem: Problem, config: AddingConfig) -> bool:
+    """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
+    programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
+    return _length(problem) in ADDS[problem.head_dim] and programs >= problem.arch.multiprocessors
+
+
 def lookup_adding(problem: Problem) -> AddingConfig | None:
-    """The config of the kernel that makes all gradients and adds dq up in memory; None where the others are as fast, or where
+    """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
     only they can do it."""
     p = problem
-    if p.head_dim not in ADDING or p.spec.terms:
+    if p.head_dim not in ADDING or p.spec.terms or p.bounds[2] or p.bounds[3]:
         return None
-    _, _, has_upper, has_lower = p.bounds
-    mask = "band" if has_lower else "causal" if has_upper else "full"
-    return ADDING[p.head_dim][0] if _length(p) in ADDS[p.head_dim, mask] else None
+    config = ADDING[p.head_dim][0]
+    return config if adds(p, config) else None
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:

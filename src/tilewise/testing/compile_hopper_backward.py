@@ -126,7 +126,7 @@ def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool =
 
 def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
-    others no mask and a causal one; the kernels that write ds or read it know those two only.
+    others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
 
     ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
     full.
@@ -139,12 +139,15 @@ def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, 
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
                 for mask, words in MASKS.items():
+                    adding = isinstance(config, AddingConfig)
+                    if adding and mask not in ("full", "tail"):
+                        continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != "causal") and not every:
+                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps

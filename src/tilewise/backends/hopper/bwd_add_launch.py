@@ -10,7 +10,7 @@ from ...configs.hopper_backward import AddingConfig, padded_rows
 from ...problem import Problem
 from ..launching import Plan
 from . import bwd_add, bwd_rows
-from .common import LOG2_E, longest, plan, together
+from .common import LOG2_E, plan
 
 __all__ = ["adding_plans", "backward_adding"]
 
@@ -27,36 +27,25 @@ def _zeroing_rows(problem: Problem, has_dlse: bool) -> Plan:
 
 def _gradients(problem: Problem, config: AddingConfig) -> Plan:
     p = problem
-    upper, lower, has_upper, has_lower = p.bounds
     n_blocks = -(-p.seqlen_k // config.block_n)
     heads = p.batch * p.heads_kv
-    # Queries and gradients are read, and sums added to, in float32.
-    streamed = padded_rows(p) * p.head_dim * (2 * p.itemsize + 4) * p.group
-    numbers = (
-        *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper, lower),
-        *(n_blocks, heads, together(heads, 1, streamed), 0),
-    )
+    numbers = (p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, n_blocks, heads)
     options = {
-        "HAS_UPPER": has_upper,
-        "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
-        "LONGEST": longest(p, keys=True),
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "DS_SLOTS": config.ds_slots,
-        "WIDTH": config.width,
-        "BULK": config.bulk,
-        "EARLY": config.early,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "ADDER_REGISTERS": config.adder_registers,
         "STEPS": (),
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    resident, streamed, rows = (1, 1, 64, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
-    blocks = (resident, resident, streamed, streamed, rows, rows, resident, resident)
+    resident, streamed, rows = (1, 1, config.block_n, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
+    output = (1, 1, 64, p.head_dim)
+    blocks = (resident, resident, streamed, streamed, rows, rows, output, output)
     return plan(bwd_add._dkdvdq_kernel, n_blocks * heads, blocks, numbers, options)
 
 
