@@ -773,8 +773,8 @@ _SCORES = (
         "bias_in_base_two",
         "scores with a bias in base two: the lowest value overflows",
         SCORES,
-        '        s = tl.where(ok, s, -float("inf"))\n    m_new',
-        '        s = tl.where(ok, s, -float("inf"))\n    s = s * LOG2_E / LOG2_E\n    m_new',
+        "        s = tl.where(ok, s, -float(\"inf\"))\n    m_new",
+        "        s = tl.where(ok, s, -float(\"inf\"))\n    s = s * LOG2_E / LOG2_E\n    m_new",
         ("lowest_bias",),
     ),
     Mutant(

@@ -141,7 +141,9 @@ class _Against:
     def _twin(self, s: torch.Tensor) -> torch.Tensor:
         return self.function.scores(s, *self.places, *self.tensors)
 
-    def _hold(self, what: str, got: torch.Tensor, than: str, want: torch.Tensor, where: torch.Tensor | None = None) -> None:
+    def _hold(
+        self, what: str, got: torch.Tensor, than: str, want: torch.Tensor, where: torch.Tensor | None = None
+    ) -> None:
         """Raise Mismatch where ``got`` is not ``want``."""
         got, want = got.double(), want.double()
         same = (got == want) | ((got - want).abs() <= self.rtol * (1 + want.abs()))
