@@ -221,6 +221,62 @@ def test_a_gradient_that_nobody_wants_is_not_made(monkeypatch):
         assert "_dkdvdq_kernel" not in _kernels(monkeypatch, _problem(deterministic=False), wanted)
 
 
+# The kernels before and after it, in the interpreter.
+
+
+def _small(seqlen=100, heads=3, batch=2):
+    text = f"dtype=float16 batch={batch} heads={heads} seqlen={seqlen} head_dim=64 sm_scale=0.37 arch=sm_90 grad=qkv"
+    return Problem.parse(text, software=Runtime((3, 9)))
+
+
+def test_rows_are_read_and_sums_set_to_zero():
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends.hopper.bwd_add_launch import adding_plans
+
+    p = _small()
+    padded = 128
+    o, do = (torch.randn(p.batch, p.heads_q, p.seqlen_q, 64).half() for _ in range(2))
+    lse, dlse = torch.randn(2, p.batch, p.heads_q, p.seqlen_q)
+    lse[1, 2, 7] = float("-inf")
+    lse2, minus_delta = torch.full((2, p.batch * p.heads_q, padded), float("nan"))
+    sums = torch.full((p.batch * p.heads_q * padded * 64 + 8,), float("nan"))
+    adding_plans(p, ADDING[64][0], True)[0].launch(o, do, dlse, lse, lse2, minus_delta, sums).run()
+    assert (sums[:-8] == 0).all()
+    assert sums[-8:].isnan().all()
+    seen = ~lse.isneginf()
+    delta = (o.double() * do.double()).sum(-1) - dlse
+    inside = minus_delta.view(p.batch, p.heads_q, padded)
+    assert torch.allclose(inside[..., : p.seqlen_q], torch.where(seen, -delta, 0.0).float(), atol=1e-4)
+    assert (inside[..., p.seqlen_q :] == 0).all()
+    found = lse2.view(p.batch, p.heads_q, padded)
+    wanted = torch.where(seen, lse.double() / torch.log(torch.tensor(2.0, dtype=torch.float64)), float("inf"))
+    assert torch.allclose(found[..., : p.seqlen_q], wanted.float())
+    assert (found[..., p.seqlen_q :] == float("inf")).all()
+
+
+def test_sums_are_put_in_their_places():
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends.hopper.bwd_add_launch import adding_plans
+
+    p = _small()
+    padded = 128
+    whole = torch.randn(p.batch * p.heads_q, padded, 64)
+    sums = torch.empty(p.batch * p.heads_q, padded * 64)
+    # Thread t of a warpgroup holds rows 16 (t // 32) + t % 32 // 4 and 8 below, columns 2 (t % 4) and the next, of every 8 columns.
+    t = torch.arange(128)
+    for tile in range(padded // 64):
+        for eight in range(8):
+            for i in range(4):
+                row = 64 * tile + 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2)
+                at = tile * 4096 + eight * 512 + 4 * t + i
+                sums[:, at] = whole[:, row, 8 * eight + 2 * (t % 4) + i % 2]
+    dq = torch.full((p.batch, p.seqlen_q + 1, p.heads_q, 64), float("nan"), dtype=torch.float16).transpose(1, 2)
+    adding_plans(p, ADDING[64][0], False)[2].launch(dq[:, :, : p.seqlen_q], sums).run()
+    wanted = whole.view(p.batch, p.heads_q, padded, 64)[:, :, : p.seqlen_q] * 0.37
+    assert torch.allclose(dq[:, :, : p.seqlen_q].float(), wanted, atol=2e-3)
+    assert dq[:, :, p.seqlen_q :].isnan().all()
+
+
 # The argument.
 
 
