@@ -266,6 +266,28 @@ GAUNTLET: tuple[Entry, ...] = (
     ),
     Entry("odd_72", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 72, 80), causal()),
     Entry("odd_160", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 160, 112), window(30, 9)),
+    Entry(
+        "two_tiles",
+        "columns that are two tiles: one that is dropped, read or written at other columns, not rescaled, or not scaled",
+        (1, 2, 1, 70, 137, 72, 80),
+        values="late_spike",
+        sm_scale=-0.29,
+    ),
+    Entry(
+        "chunks_sink",
+        "a sink, or the rate of dropout, that meets the first of two tiles of columns alone",
+        (1, 2, 1, 40, 70, 80, 72),
+        causal("top_left"),
+        terms="sink dropout:0.3",
+    ),
+    Entry(
+        "two_tiles_strided",
+        "the second of two tiles of columns taken from rows that are packed",
+        (2, 2, 1, 40, 70, 96, 72),
+        window(20, 3),
+        layout="strided_last",
+    ),
+    Entry("two_tiles_wide", "columns between two tiles and the whole", (1, 1, 1, 40, 70, 192, 144), causal()),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
         "tile_edge_empty",
