@@ -43,9 +43,14 @@ def _fwd(
         *(m_blocks, heads, together(heads, group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
         *term_numbers(p, tensors, table),
     )
+    terms = term_options(p)
     options = {
-        **term_options(p),
+        **terms,
+        "RAMP": terms["RAMP"] and form != "hasty",
+        "LEAN": terms["RAMP"] and form == "hasty",
         "FIXED": form == "hasty" and softcap_bounds(p),
+        "TURNS": config.overlap and p.spec.softcap is not None,
+        "EARLY": 0,
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,

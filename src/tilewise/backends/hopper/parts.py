@@ -40,6 +40,8 @@ WARPS = gl.constexpr(4)  # a consumer
 GROWTH = gl.constexpr(8.0)
 SAFE_SUM = "0f47800000"  # 2^16, as PTX writes it: the careful form's row sums may be as large
 LARGEST_SUM = "0f71800000"  # 2^100
+LEAST_SUM = "0f2F800000"  # 2^-32: where the reference is that of two rows, one of them may have a small sum
+TURN_BARRIER = 8  # the first of the named barriers of ``take_turn``; Triton's own are the first ones
 TICKETS = gl.constexpr(4)  # slots for the numbers of the next tiles; more than any ring of query tiles has
 
 
@@ -59,6 +61,40 @@ def arrive_warp(barrier):
     gl.inline_asm(
         "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "r,~{memory}", [barrier]
     )
+
+
+@gluon.constexpr_function
+def _barrier(C, CONSUMERS, GIVES):
+    """PTX for the named barrier at which consumer C waits for its turn, or at which it lets the next one pass."""
+    place = TURN_BARRIER + (C + 1) % CONSUMERS if GIVES else TURN_BARRIER + C
+    return f"bar.{'arrive' if GIVES else 'sync'} {place}, 256;"
+
+
+@gluon.jit
+def take_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Wait until the consumer before this one has issued its products."""
+    TEXT: gl.constexpr = _barrier(C, CONSUMERS, False)
+    gl.inline_asm(TEXT, "~{memory}", [])
+
+
+@gluon.jit
+def give_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Let the next consumer issue its products."""
+    TEXT: gl.constexpr = _barrier(C, CONSUMERS, True)
+    gl.inline_asm(TEXT, "~{memory}", [])
+
+
+@gluon.constexpr_function
+def _arrive_after_text(outputs, inputs):
+    (barrier,), x = inputs
+    own = "".join(f"setp.geu.and.f32 p, {e}, 0f00000000, p; " for e in x)
+    return f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; {own}@p mbarrier.arrive.shared::cta.b64 _, [{barrier}]; }}"
+
+
+@gluon.jit
+def arrive_warp_after(barrier, x):
+    """``arrive_warp`` once the numbers x are there, none of which is below 0."""
+    gl.inline_asm(_arrive_after_text, "r," + "f," * 2 + "~{memory}", [barrier, x])
 
 
 @gluon.aggregate
@@ -114,6 +150,11 @@ class Ring:
         arrive_warp(self.empty.index(step % self.SLOTS))
 
     @gluon.jit
+    def release_after(self, step, x):
+        """Consumer: ``release`` once the numbers x are there, none of which is below 0."""
+        arrive_warp_after(self.empty.index(step % self.SLOTS), x)
+
+    @gluon.jit
     def give_back(self, step):
         """Consumer: the whole warpgroup, at once, says so."""
         mbarrier.arrive(self.empty.index(step % self.SLOTS), count=1)
@@ -148,16 +189,27 @@ def _take_text(REDO):
 
 
 @gluon.constexpr_function
-def _doubt_text(outputs, inputs):
+def _doubt(inputs, least):
     o, l_row, (counter,) = inputs
     text = "{ .reg .pred p; .reg .f32 x;\n"
     for row in range(2):  # a thread holds two rows of o, and elements in pairs
         own = [e for n, e in enumerate(o) if (n >> 1) & 1 == row]
-        text += f"setp.lt.f32 p, {l_row[row]}, {SAFE_SUM}; @p bra FINE{row}; mov.f32 x, 0f00000000;\n"
+        enough = f"setp.ge.and.f32 p, {l_row[row]}, {least}, p; " if least else ""
+        text += f"setp.lt.f32 p, {l_row[row]}, {SAFE_SUM}; {enough}@p bra FINE{row}; mov.f32 x, 0f00000000;\n"
         text += "\n".join(f"fma.rn.f32 x, {e}, 0f00000000, x;" for e in own)  # NaN if one of them is not finite
-        text += f"\nsetp.num.f32 p, x, x; setp.lt.and.f32 p, {l_row[row]}, {LARGEST_SUM}, p;"
+        text += f"\nsetp.num.f32 p, x, x; setp.lt.and.f32 p, {l_row[row]}, {LARGEST_SUM}, p; {enough}"
         text += f"@!p st.global.relaxed.gpu.u32 [{counter} + 4], 1;\nFINE{row}:\n"
     return text + "}"
+
+
+@gluon.constexpr_function
+def _doubt_text(outputs, inputs):
+    return _doubt(inputs, None)
+
+
+@gluon.constexpr_function
+def _lean_doubt_text(outputs, inputs):
+    return _doubt(inputs, LEAST_SUM)
 
 
 @gluon.aggregate
@@ -204,6 +256,10 @@ class Work:
     LISTED: gl.constexpr  # a list says which tiles of keys a tile of queries visits: places in it stand for tiles
     FIXED: gl.constexpr  # HASTY: the reference is 0 from the start
     FAST: gl.constexpr  # ``terms.capped_with_slope``
+    LEAN: gl.constexpr  # ``parts.leaning``
+    TURNS: gl.constexpr  # consumers issue the products of a tile in turn
+    EARLY: gl.constexpr  # weights are made before the wait for the product of the last tile
+    FUSED: gl.constexpr  # backward: ``terms.capped_weights``
 
     @gluon.jit
     def total(self):
@@ -286,7 +342,8 @@ class Work:
         """
         row = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
         l_row = gl.convert_layout(l_row, gl.SliceLayout(1, o.type.layout))
-        gl.inline_asm(_doubt_text, ("f", "f", "l"), [o, gl.where(row < self.seqlen_q, l_row, 0.0), self.counter])
+        l_row = gl.where(row < self.seqlen_q, l_row, 1.0 if self.LEAN else 0.0)
+        gl.inline_asm(_lean_doubt_text if self.LEAN else _doubt_text, ("f", "f", "l"), [o, l_row, self.counter])
 
 
 @gluon.jit
@@ -302,6 +359,43 @@ def _shifts(y, shift):
     L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, y.type.layout))))
     group = gl.arange(0, y.shape[1], L).to(gl.float32)
     return (shift[0] + shift[1] * group)[None, :, None, None, None]
+
+
+@gluon.constexpr_function
+def _leaning_text(outputs, inputs):
+    (out,) = outputs
+    s, pivot, (first,), (slope,), (scale,) = inputs
+    lines = [f"{{ .reg .f32 b, d, m, n; neg.f32 n, {pivot[0]};"]
+    for at in range(0, len(s), 4):  # eight columns: two of the first row of a thread, and the same two of the second
+        eight = at // 4
+        if eight % 4 == 0:
+            lines.append(f"add.f32 d, {first}, {8.0 * eight + 16}; fma.rn.f32 m, {slope}, d, n;")
+        for pair in range(2):
+            lines.append(f"fma.rn.f32 b, {slope}, {8.0 * (eight % 4) + pair - 16}, m;")
+            lines += [f"fma.rn.f32 {out[n]}, {s[n]}, {scale}, b;" for n in (at + pair, at + 2 + pair)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.jit
+def leaning(s, pivot, qk_scale2, lean):
+    """``s qk_scale2 + slope (first + column) - pivot``, with ``lean = (slope, first)``, where rows r and r + 8 of 16 have one pivot:
+    then what a thread adds to the scores of its two rows is one number for each column.
+
+    It is counted from the middle of 32 columns, so that it is small where the weights are large.
+    """
+    y = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))))
+    first = (lean[1] + quad * 2).to(gl.float32)
+    inputs = [s, pivot, first, lean[0], qk_scale2]
+    return gl.inline_asm(_leaning_text, ("=&f", "f", "f", "f", "f", "f"), inputs, s.type, is_pure=True)
+
+
+@gluon.jit
+def paired(m):
+    """The larger one of rows r and r + 8 of every 16, for both: a thread holds them."""
+    x = m.reshape([m.shape[0] // 16, 2, 8])
+    x = gl.max(x, 1, keep_dims=True) + gl.zeros_like(x)
+    return gl.convert_layout(x.reshape([m.shape[0]]), m.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -329,7 +423,9 @@ def measured(s, pivot, qk_scale2, shift):
 
 
 @gluon.jit
-def softmax_step(s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr):
+def softmax_step(
+    s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr, LEAN: gl.constexpr
+):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
@@ -343,6 +439,15 @@ def softmax_step(s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.c
             return s, m_i, m_i, partial_sums(s)
         else:
             return s, m_i, m_i, l_i + partial_sums(s)
+    if LEAN:
+        if FIRST:
+            none = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
+            m_i = paired(gl.max(leaning(s, none, qk_scale2, shift), 1))
+        p = gl.exp2(leaning(s, m_i, qk_scale2, shift))
+        if FIRST:
+            return p, m_i, m_i, partial_sums(p)
+        else:
+            return p, m_i, m_i, l_i + partial_sums(p)
     if HASTY and not FIRST:
         p = gl.exp2(measured(s, m_i, qk_scale2, shift))
         return p, m_i, m_i, l_i + partial_sums(p)
