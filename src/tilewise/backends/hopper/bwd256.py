@@ -206,7 +206,7 @@ def _dkdv256_kernel(
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
-    FUSED: gl.constexpr, FIRST: gl.constexpr,
+    FUSED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [1, ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
@@ -221,7 +221,7 @@ def _dkdv256_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
-        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, False, False,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, False,
     )  # fmt: skip
     if KEEPS:
         stages = gl.allocate_shared_memory(DTYPE, [2, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))

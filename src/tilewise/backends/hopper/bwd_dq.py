@@ -51,11 +51,11 @@ def _weights(s, lse2, qk_scale2, work, own, place, start_row, free_lo, free_hi):
         lse2 = lse2 - own.slope2 * (first_key + work.BLOCK_N // 2 - first_row).to(gl.float32)
     if work.FUSED:
         p = capped_weights(s, lse2, work.terms[0])
-        return masked(p, work, own, place, n_block, start_row, free_lo, free_hi, 0.0)
+        return masked(p, work, own, place, n_block, start_row, free_lo, free_hi, True)
     x, slope = exponents(s, lse2[:, None], work, own.slope2, first_row, first_key, qk_scale2)
-    if work.EARLY > 0:
-        return masked(gl.exp2(x) * slope, work, own, place, n_block, start_row, free_lo, free_hi, 0.0)
-    return gl.exp2(masked(x, work, own, place, n_block, start_row, free_lo, free_hi, -float("inf"))) * slope
+    if work.EARLY:
+        return masked(gl.exp2(x) * slope, work, own, place, n_block, start_row, free_lo, free_hi, True)
+    return gl.exp2(masked(x, work, own, place, n_block, start_row, free_lo, free_hi, False)) * slope
 
 
 @gluon.jit

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ...configs.hopper_backward import (
+    EARLY,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
+    fuses,
     heads_kept,
     lookup_dkdv,
     lookup_dq,
@@ -46,8 +48,7 @@ def _term_options(problem: Problem) -> dict[str, Any]:
     """Of the kernels that make scores again. A tanh that is right to 2^-11 will do where p is rounded to bfloat16."""
     options = term_options(problem)
     del options["HAS_SINK"]
-    fast = problem.dtype == "bfloat16"
-    return {**options, "FAST": fast, "FUSED": fast and problem.spec.steps == ("softcap",)}
+    return {**options, "FAST": problem.dtype == "bfloat16", "FUSED": fuses(problem)}
 
 
 def _dkdv(
@@ -74,7 +75,6 @@ def _dkdv(
     options = {
         **_term_options(p),
         "CAPPED": p.spec.softcap is not None,
-        "FIRST": False,
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
@@ -121,7 +121,7 @@ def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, 
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
         "OVERLAP": config.overlap,
-        "EARLY": 0,
+        "EARLY": EARLY,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
         "num_warps": 4,

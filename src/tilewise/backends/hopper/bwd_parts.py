@@ -64,7 +64,6 @@ class Keys:
     LISTED: gl.constexpr  # a list for each query head says which tiles of queries the keys of a program visit
     FAST: gl.constexpr  # ``terms.capped_with_slope``
     FUSED: gl.constexpr  # ``terms.capped_columns``
-    FIRST: gl.constexpr  # dp is issued before the weights are made
 
     @gluon.jit
     def place(self):

@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import LN_2, ROWS, TICKETS, WARPS, Work, give_turn, leaning, make_ring, measured, partial_sums, rescale, softmax_step, take_turn
+from .hasty import give_turn, take_turn
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step, weights
 from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
 # Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
@@ -104,7 +105,7 @@ def _overlapped_step(
     C: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the key tile at ``place`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
-    HIDDEN: gl.constexpr = 0.0 if work.FIXED else -float("inf")
+    WEIGHTS: gl.constexpr = work.FIXED or work.EARLY  # what is masked
     n_block = work.tile(own, place)
     keys = k_ring.take_chunks(step + 1)
     if work.TURNS:
@@ -114,21 +115,12 @@ def _overlapped_step(
     if work.TURNS:
         give_turn(C, work.CONSUMERS)
     s = warpgroup_mma_wait(v_ring.CHUNKS, deps=(s,))
-    if work.EARLY % 4 != 1:
-        k_ring.release(step + 1)
+    k_ring.release(step + 1)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    if work.EARLY % 4 == 2 and work.HASTY and not work.FIXED:
-        if work.LEAN:
-            p_next = gl.exp2(leaning(s, m_i, scale, shift))
-        else:
-            p_next = gl.exp2(measured(s, m_i, scale, shift))
-        p_next = masked(p_next, work, own, place, n_block, start_row, free_lo, free_hi, 0.0)
-        l_i += partial_sums(p_next)
-    else:
-        s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, HIDDEN)
-        p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED, work.LEAN)
-    if work.EARLY % 4 == 1:
-        k_ring.release_after(step + 1, l_i)
+    if work.EARLY and not work.FIXED:
+        s = weights(s, m_i, scale, shift, work.LEAN)
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, WEIGHTS)
+    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, WEIGHTS, work.LEAN)
     p, acc = _wait_for_products(p, acc)
     v_ring.release(step)
     p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
@@ -147,7 +139,7 @@ def _serial_step(
     s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
     k_ring.release(step)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, 0.0 if work.FIXED else -float("inf"))
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, work.FIXED)
     p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED, work.LEAN)
     if not work.HASTY:
         acc = _rescale_all(acc, alpha)
@@ -249,7 +241,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     s = warpgroup_mma_wait(0, deps=(s,))
     k_ring.release(step)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi, 0.0 if work.FIXED else -float("inf"))
+    s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi, work.FIXED)
     p, _, m_i, l_i = softmax_step(s, None, None, scale, shift, True, work.HASTY, work.FIXED, work.LEAN)
     p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
     acc = (gl.zeros([ROWS, COLUMNS], gl.float32, O_LAYOUT),) * v_ring.CHUNKS

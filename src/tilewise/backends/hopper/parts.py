@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ... import bodies
 from .. import walk
+from .hasty import leaning, paired
 
 
 def _shared(body):
@@ -41,7 +42,6 @@ GROWTH = gl.constexpr(8.0)
 SAFE_SUM = "0f47800000"  # 2^16, as PTX writes it: the careful form's row sums may be as large
 LARGEST_SUM = "0f71800000"  # 2^100
 LEAST_SUM = "0f2F800000"  # 2^-32: where the reference is that of two rows, one of them may have a small sum
-TURN_BARRIER = 8  # the first of the named barriers of ``take_turn``; Triton's own are the first ones
 TICKETS = gl.constexpr(4)  # slots for the numbers of the next tiles; more than any ring of query tiles has
 
 
@@ -61,40 +61,6 @@ def arrive_warp(barrier):
     gl.inline_asm(
         "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "r,~{memory}", [barrier]
     )
-
-
-@gluon.constexpr_function
-def _barrier(C, CONSUMERS, GIVES):
-    """PTX for the named barrier at which consumer C waits for its turn, or at which it lets the next one pass."""
-    place = TURN_BARRIER + (C + 1) % CONSUMERS if GIVES else TURN_BARRIER + C
-    return f"bar.{'arrive' if GIVES else 'sync'} {place}, 256;"
-
-
-@gluon.jit
-def take_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Wait until the consumer before this one has issued its products."""
-    TEXT: gl.constexpr = _barrier(C, CONSUMERS, False)
-    gl.inline_asm(TEXT, "~{memory}", [])
-
-
-@gluon.jit
-def give_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Let the next consumer issue its products."""
-    TEXT: gl.constexpr = _barrier(C, CONSUMERS, True)
-    gl.inline_asm(TEXT, "~{memory}", [])
-
-
-@gluon.constexpr_function
-def _arrive_after_text(outputs, inputs):
-    (barrier,), x = inputs
-    own = "".join(f"setp.geu.and.f32 p, {e}, 0f00000000, p; " for e in x)
-    return f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; {own}@p mbarrier.arrive.shared::cta.b64 _, [{barrier}]; }}"
-
-
-@gluon.jit
-def arrive_warp_after(barrier, x):
-    """``arrive_warp`` once the numbers x are there, none of which is below 0."""
-    gl.inline_asm(_arrive_after_text, "r," + "f," * 2 + "~{memory}", [barrier, x])
 
 
 @gluon.aggregate
@@ -148,11 +114,6 @@ class Ring:
     def release(self, step):
         """Consumer: each warp says that it has read the tile of this step for the last time."""
         arrive_warp(self.empty.index(step % self.SLOTS))
-
-    @gluon.jit
-    def release_after(self, step, x):
-        """Consumer: ``release`` once the numbers x are there, none of which is below 0."""
-        arrive_warp_after(self.empty.index(step % self.SLOTS), x)
 
     @gluon.jit
     def give_back(self, step):
@@ -256,9 +217,9 @@ class Work:
     LISTED: gl.constexpr  # a list says which tiles of keys a tile of queries visits: places in it stand for tiles
     FIXED: gl.constexpr  # HASTY: the reference is 0 from the start
     FAST: gl.constexpr  # ``terms.capped_with_slope``
-    LEAN: gl.constexpr  # ``parts.leaning``
+    LEAN: gl.constexpr  # ``hasty.leaning``
     TURNS: gl.constexpr  # consumers issue the products of a tile in turn
-    EARLY: gl.constexpr  # weights are made before the wait for the product of the last tile
+    EARLY: gl.constexpr  # weights are made before they are masked
     FUSED: gl.constexpr  # backward: ``terms.capped_weights``
 
     @gluon.jit
@@ -361,43 +322,6 @@ def _shifts(y, shift):
     return (shift[0] + shift[1] * group)[None, :, None, None, None]
 
 
-@gluon.constexpr_function
-def _leaning_text(outputs, inputs):
-    (out,) = outputs
-    s, pivot, (first,), (slope,), (scale,) = inputs
-    lines = [f"{{ .reg .f32 b, d, m, n; neg.f32 n, {pivot[0]};"]
-    for at in range(0, len(s), 4):  # eight columns: two of the first row of a thread, and the same two of the second
-        eight = at // 4
-        if eight % 4 == 0:
-            lines.append(f"add.f32 d, {first}, {8.0 * eight + 16}; fma.rn.f32 m, {slope}, d, n;")
-        for pair in range(2):
-            lines.append(f"fma.rn.f32 b, {slope}, {8.0 * (eight % 4) + pair - 16}, m;")
-            lines += [f"fma.rn.f32 {out[n]}, {s[n]}, {scale}, b;" for n in (at + pair, at + 2 + pair)]
-    return "\n".join(lines) + "}"
-
-
-@gluon.jit
-def leaning(s, pivot, qk_scale2, lean):
-    """``s qk_scale2 + slope (first + column) - pivot``, with ``lean = (slope, first)``, where rows r and r + 8 of 16 have one pivot:
-    then what a thread adds to the scores of its two rows is one number for each column.
-
-    It is counted from the middle of 32 columns, so that it is small where the weights are large.
-    """
-    y = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
-    quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))))
-    first = (lean[1] + quad * 2).to(gl.float32)
-    inputs = [s, pivot, first, lean[0], qk_scale2]
-    return gl.inline_asm(_leaning_text, ("=&f", "f", "f", "f", "f", "f"), inputs, s.type, is_pure=True)
-
-
-@gluon.jit
-def paired(m):
-    """The larger one of rows r and r + 8 of every 16, for both: a thread holds them."""
-    x = m.reshape([m.shape[0] // 16, 2, 8])
-    x = gl.max(x, 1, keep_dims=True) + gl.zeros_like(x)
-    return gl.convert_layout(x.reshape([m.shape[0]]), m.type.layout, assert_trivial=True)
-
-
 @gluon.jit
 def largest(s, qk_scale2, shift):
     """The largest scaled and shifted score of each row."""
@@ -423,39 +347,43 @@ def measured(s, pivot, qk_scale2, shift):
 
 
 @gluon.jit
+def weights(s, pivot, qk_scale2, shift, LEAN: gl.constexpr):
+    """exp2 of the scaled and shifted scores, from the pivot of their row."""
+    if LEAN:
+        return gl.exp2(leaning(s, pivot, qk_scale2, shift))
+    else:
+        return gl.exp2(measured(s, pivot, qk_scale2, shift))
+
+
+@gluon.jit
 def softmax_step(
-    s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr, LEAN: gl.constexpr
+    s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, WEIGHTS: gl.constexpr, LEAN: gl.constexpr
 ):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
     and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
-    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha;
-    FIXED, that is 0 and not the maximum of the first tile, and s is p already. ``shift``: see ``terms.scored``.
+    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha.
+    WEIGHTS: s is p already; FIRST, the reference is 0 then. ``shift``: see ``terms.scored``; LEAN: see ``leaning``.
     """
-    if HASTY and FIXED:
+    if HASTY and WEIGHTS:
         if FIRST:
             m_i = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
             return s, m_i, m_i, partial_sums(s)
         else:
             return s, m_i, m_i, l_i + partial_sums(s)
-    if LEAN:
-        if FIRST:
-            none = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
-            m_i = paired(gl.max(leaning(s, none, qk_scale2, shift), 1))
-        p = gl.exp2(leaning(s, m_i, qk_scale2, shift))
-        if FIRST:
-            return p, m_i, m_i, partial_sums(p)
-        else:
-            return p, m_i, m_i, l_i + partial_sums(p)
     if HASTY and not FIRST:
-        p = gl.exp2(measured(s, m_i, qk_scale2, shift))
+        p = weights(s, m_i, qk_scale2, shift, LEAN)
         return p, m_i, m_i, l_i + partial_sums(p)
-    m_new = largest(s, qk_scale2, shift)
+    if LEAN:
+        none = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
+        m_new = paired(gl.max(leaning(s, none, qk_scale2, shift), 1))
+    else:
+        m_new = largest(s, qk_scale2, shift)
     if not FIRST:
         m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)
     pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(measured(s, pivot, qk_scale2, shift))
+    p = weights(s, pivot, qk_scale2, shift, LEAN)
     if FIRST:
         return p, pivot, m_new, partial_sums(p)
     else:
