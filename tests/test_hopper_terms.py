@@ -26,6 +26,7 @@ from tilewise.configs.hopper_backward import illegal as illegal_part
 from tilewise.problem import Problem
 from tilewise.select import choose
 from tilewise.testing.calls import fit, random_call
+from tilewise.testing.large import HASTY
 from tilewise.testing.terms import draw_terms
 
 ROW = next(row for row in CAPABILITIES if row.backend == "hopper")
@@ -147,6 +148,13 @@ def test_only_hasty_kernels_take_ways():
     hasty, redo = (hopper._fwd(problem, lookup(problem), form).options for form in ("hasty", "redo"))
     assert (hasty["LEAN"], hasty["RAMP"], hasty["EARLY"]) == (True, False, True)
     assert (redo["LEAN"], redo["RAMP"], redo["EARLY"]) == (False, True, False)
+
+
+@pytest.mark.parametrize("batch, heads, length, head_dim", HASTY)
+def test_long_calls_of_the_check_reach_the_hasty_kernels(batch, heads, length, head_dim):
+    for mask in ("causal,softcap:12", "causal,alibi"):
+        problem = _problem(f"batch={batch} heads={heads} seqlen={length} head_dim={head_dim} mask={mask} arch=sm_90")
+        assert lookup(problem).guarded
 
 
 def test_a_softcap_alone_is_fused_in_the_backward_pass_and_has_tiles_of_its_own():
