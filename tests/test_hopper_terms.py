@@ -21,7 +21,7 @@ from tilewise.configs.hopper import (
     suits_guard,
     ways,
 )
-from tilewise.configs.hopper_backward import CAPPED, DKDV, DQ, SMALL_TILES, fuses, heads_kept, lookup_dkdv, lookup_dq
+from tilewise.configs.hopper_backward import CAPPED, DKDV, DQ, SMALL_TILES, fuses, heads_kept, in_chunks, lookup_dkdv, lookup_dq
 from tilewise.configs.hopper_backward import illegal as illegal_part
 from tilewise.problem import Problem
 from tilewise.select import choose
@@ -89,7 +89,7 @@ def test_every_config_that_is_picked_is_legal(pair, mask, dtype):
     config = lookup(problem)
     assert config in (*CHOICES[pair][: PICKED[pair]], *LISTED.values())
     assert illegal(problem, config) is None
-    if pair[0] == pair[1] and pair[0] in DKDV:
+    if not in_chunks(problem):
         assert illegal_part(problem, lookup_dkdv(problem)) is None
         assert illegal_part(problem, lookup_dq(problem)) is None
         assert lookup_dkdv(problem) in DKDV[pair[0]]

@@ -206,7 +206,6 @@ def _dkdv256_kernel(
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
-    FUSED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(DTYPE, [1, ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
