@@ -11,9 +11,11 @@ import torch
 
 from ...configs.hopper import columns
 from ...configs.hopper_backward import (
+    EARLY,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
+    fuses,
     heads_kept,
     in_chunks,
     lookup_dkdv,
@@ -105,7 +107,8 @@ def _dkdv(
         return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
-    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n})
+    options |= {"BLOCK_N": config.block_n, "FUSED": fuses(p)}
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options)
 
 
 def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None) -> Plan:
@@ -140,6 +143,7 @@ def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, 
     blocks = (q_block, k_block, (1, 1, config.block_n, width_v), (1, 1, 64, width_v), q_block)
     if in_chunks(p):
         return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, {**options, "HEAD_DIM_V": p.head_dim_v})
+    options |= {"FUSED": fuses(p), "EARLY": EARLY}
     return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options)
 
 
