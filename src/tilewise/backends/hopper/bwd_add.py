@@ -225,7 +225,7 @@ def _dkdvdq_kernel(
     do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     mbarrier.init(left, count=CONSUMERS * WARPS)
@@ -234,7 +234,7 @@ def _dkdvdq_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_total, none, heads_kv, group, q_pad, seqlen_k, q_start, none, none,
         BLOCK_M, BLOCK_N, HEAD_DIM, False, False, HAS_TAIL, "any", True, True, True,
-        None, None, None, None, None, STEPS, False, False, False, False,
+        None, None, None, None, None, STEPS, False, False, False, False, False,
     )  # fmt: skip
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
