@@ -672,6 +672,14 @@ GAUNTLET: tuple[Entry, ...] = (
         terms="bias:bhqk segment row dense",
         returns="weights",
     ),
+    Entry(
+        "kept_causal",
+        "derivatives of scores that are kept for some heads at a time, and read as those of other heads, keys or queries",
+        (4, 16, 16, 2100, 2100, 128, 128),
+        causal(),
+        gpu_gib=32,
+    ),
+    Entry("kept_full", "the same without a mask", (2, 8, 8, 2100, 2090, 128, 128), gpu_gib=8),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
 

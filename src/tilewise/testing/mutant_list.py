@@ -757,7 +757,7 @@ _SCORES = (
         "dslopes_no_distance",
         "ds in place of ds times distance",
         SCORES,
-        "-tl.sum(ds * distances(q_pos, start_n + tl.arange(0, keys), 1, 0), 1)",
+        "-tl.sum(ds * distances(q_pos, start_n, keys, 1, 0), 1)",
         "-tl.sum(ds, 1)",
         ("alibi_both_sides",),
     ),
