@@ -193,8 +193,10 @@ def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -
     """Why this config may not run this problem; None if it may."""
     if isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
+        if in_chunks(problem):
+            blocks = {"block_m": (64,), "block_n": (64,) if config.p_slots else (128,)}
     elif isinstance(config, QueriesConfig):
-        blocks = {"block_m": (128, 192), "block_n": (32, 64, 128)}
+        blocks = {"block_m": (128,) if in_chunks(problem) else (128, 192), "block_n": (32, 64, 128)}
     else:
         blocks = {"block_m": (128, 256)}
     for name, legal in blocks.items():
