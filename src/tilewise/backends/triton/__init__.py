@@ -25,7 +25,7 @@ from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from ..tables import make_table
-from . import bwd, dbias, fwd, wide_launch
+from . import bwd, dbias, dq_bias, fwd, wide_launch
 
 __all__ = [
     "Launch",
@@ -33,6 +33,7 @@ __all__ = [
     "forward",
     "geometries",
     "launch_dbias",
+    "launch_dq_bias",
     "launch_delta",
     "launch_dkdv",
     "launch_dq",
@@ -68,6 +69,12 @@ def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
     return (tiles * heads * batch,), True
 
 
+def shares_bias(problem: Problem) -> bool:
+    """Do the sequences of the batch share a bias that every head has of its own?"""
+    bias = problem.operand("bias")
+    return bias is not None and problem.batch > 1 and bias.has("h") and not bias.has("b")
+
+
 @functools.lru_cache(maxsize=4096)
 def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """``(grid, scalar arguments, options)`` of a launch: all that does not depend on where the tensors lie.
@@ -81,6 +88,8 @@ def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, 
     else:
         tiles, heads, tail = triton.cdiv(p.seqlen_q, config.block_m), p.heads_q, p.seqlen_k % config.block_n != 0
     grid, flat = _grid(tiles * config.split, heads, p.batch)
+    if not flat and shares_bias(p):
+        grid, flat = (grid[0], grid[2], grid[1]), 2
     precision = p.precision
     if p.dtype == "float32" and precision == "ieee" and p.arch.kind == "cuda":
         precision = "tf32x3"  # three TF32 products: as accurate as IEEE ones, and several times faster
@@ -110,17 +119,20 @@ def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, 
     return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
-def _masked(mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _masked(problem: Problem, config: Any, mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments from ``mask`` to ``table_width``, and what they change among the options."""
     if mask is None:
         return (None, None, 0, 0, 0), {}
     # There may be masked tiles whatever the lengths are.
-    return (_mask_arguments(mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+    return (_mask_arguments(problem, config, mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
 
 
-def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
+def _mask_arguments(problem: Problem, config: Any, mask: MaskTensors) -> tuple[Any, ...]:
     tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask)
-    return tensors, tuple(None if t is None else broadcast_strides(t) for t in tensors)
+    ragged = (problem.seqlen_q % config.block_m != 0, problem.seqlen_k % config.block_n != 0)
+    bounded = ragged[1] or problem.bounds[2] or problem.bounds[3]
+    strides = tuple(None if t is None else broadcast_strides(t) for t in tensors)
+    return tensors, strides, tuple(1 if t else None for t in (*ragged, bounded))
 
 
 def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
@@ -200,7 +212,7 @@ def _fwd(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "fwd")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     columns = _columns(p, "qqpp", config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
@@ -235,7 +247,7 @@ def _dkdv(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dkdv" if need_dk and need_dv else "dk" if need_dk else "dv")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
     tiles = tuple(zip(rows, _columns(p, "qqvpqp", config.split), strict=True))
@@ -257,7 +269,7 @@ def _dq(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dq")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
@@ -362,7 +374,7 @@ def launch_dbias(
     grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
     heads_q, *others = scalars
     numbers = (
-        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score, _drop(p, tensors)),
+        *(broadcast_strides(grad), None if mask is None else _mask_arguments(p, config, mask), score, _drop(p, tensors)),
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
@@ -370,6 +382,37 @@ def launch_dbias(
     shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
     plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
     return plan.launch(q, k, v, do, grad, lse, delta)
+
+
+def launch_dq_bias(
+    problem: Problem,
+    config: Config,
+    members: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    grad: torch.Tensor,
+    tensors: Tensors,
+) -> Launch:
+    """dq and the gradient of a bias that ``members`` sequences share (``configs.bias_members``)."""
+    p = problem
+    _, scalars, options = _settings(p, config, "dq")
+    score, score_options = _scores(p, tensors, config)
+    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
+    grid, flat = _grid(m_blocks, p.heads_q, p.batch // members)
+    numbers = (
+        *(broadcast_strides(grad), score[2], *scalars),
+        *(p.sm_scale * _steps(p)[0], p.sm_scale, m_blocks, n_blocks),
+    )
+    own = {"MEMBERS": members, "TAILS": score_options["TAILS"], "FAR": "bias_far" in score_options["STEPS"], "FLAT": flat}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "SPLIT")}
+    plan = _plan(p, dq_bias._dq_bias_kernel, grid, tuple(zip(rows, _columns(p, "qqvvq"), strict=True)), numbers, {**shared, **own})
+    return plan.launch(q, k, v, do, dq, grad, lse, delta)
 
 
 def forward(

@@ -115,7 +115,7 @@ def _column_kernel(
 def _columns(problem: Problem, config: configs.Config, mask: Masked | None = None, tensors: Tensors = NO_TENSORS) -> Plan:
     p = problem
     _, scalars, options = _settings(p, dataclasses.replace(config, split=1), "dv")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     n_blocks, wide = triton.cdiv(p.seqlen_k, config.block_n), options["BLOCK_D"]
     grid, flat = _grid(n_blocks, p.heads_q, p.batch)

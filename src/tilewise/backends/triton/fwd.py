@@ -69,7 +69,7 @@ def _fwd_tiles(
         elif len(STEPS) > 0:
             p, alpha, m_i, l_i = softmax_step(s, ok, m_i, l_i, 1.0, MASKED)
         else:
-            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
+            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED, tiles is not None)
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)

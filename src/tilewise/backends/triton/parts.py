@@ -48,7 +48,10 @@ def schedule(tiles, heads, REVERSED: tl.constexpr, FLAT: tl.constexpr):
     tile = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
-    if FLAT:
+    if FLAT == 2:
+        head = tl.program_id(2)
+        batch = tl.program_id(1)
+    elif FLAT:
         head = tile // tiles
         tile -= head * tiles
         batch = head // heads
@@ -156,18 +159,30 @@ def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, seqlen_q, seql
     strides = mask[1]
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
+    if tensors[4] is not None:
+        rows = tl.expand_dims(offs_m, q_axis)
+        keys = tl.expand_dims(offs_n, k_axis)
+        at = batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
+        at = at + rows.to(tl.int64) * strides[4][2] + keys.to(tl.int64) * strides[4][3]
+        ragged = mask[2]
+        if ragged[0] is not None and ragged[1] is not None:
+            bits = tl.load(tensors[4] + at, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0)
+        elif ragged[0] is not None:
+            bits = tl.load(tensors[4] + at, mask=rows < seqlen_q, other=0)
+        elif ragged[1] is not None:
+            bits = tl.load(tensors[4] + at, mask=keys < seqlen_k, other=0)
+        else:
+            bits = tl.load(tensors[4] + at)
+        if ragged[2] is not None or KEYS_FIRST:
+            ok = ok & (bits != 0)
+        else:
+            ok = bits != 0
     if tensors[0] is not None:
         ok = ok & same_segment(tl.expand_dims(of_query[0], q_axis), tl.expand_dims(of_key, k_axis))
     if tensors[2] is not None:
         row_start = tl.expand_dims(of_query[1], q_axis)
         row_end = tl.expand_dims(of_query[2], q_axis)
         ok = ok & in_row(tl.expand_dims(offs_n, k_axis), row_start, row_end)
-    if tensors[4] is not None:
-        rows = tl.expand_dims(offs_m, q_axis)
-        keys = tl.expand_dims(offs_n, k_axis)
-        at = batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
-        at = at + rows.to(tl.int64) * strides[4][2] + keys.to(tl.int64) * strides[4][3]
-        ok = ok & (tl.load(tensors[4] + at, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0) != 0)
     return ok
 
 
@@ -198,13 +213,18 @@ def operand(x, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr):
+def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.constexpr = False):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for raw products ``qk`` and, if MASKED, what they may see.
 
     m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
     no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros.
     """
-    if MASKED:
+    if MASKED and LISTED:
+        qk = tl.where(ok, qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
+    elif MASKED:
         s2 = tl.where(ok, qk * qk_scale2, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s2, 1))
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
