@@ -306,7 +306,7 @@ def plan(
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     make = getattr(chosen, "make_table", made_table)
-    return planned(mask, tensors, problem, chosen.geometries(problem), make)
+    return planned(mask, tensors, problem, chosen.geometries(problem), make, getattr(chosen, "pack_dense", None))
 
 
 def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..arch import ARCHS
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
 from ..configs.wide import Walk, WideConfig, config_of, units_kept
 from ..errors import BackendBroken
-from ..plan import BlockTable, Masked, MaskTensors
+from ..plan import WORD, BlockTable, Masked, MaskTensors
 from ..problem import GRADIENTS, Problem, Tangents
 from ..spec import Tensors
 
@@ -120,6 +120,8 @@ def _table(problem: Problem, tensors: Tensors, block_m: int, block_n: int, trans
 def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> Masked | None:
     """The mask of a pass with a table that nobody reads."""
     own, table = MaskTensors.of(tensors), _table(problem, tensors, config.block_m, config.block_n, pass_ in KEYS_RESIDENT)
+    if own is not None and own.dense is not None and config.block_n % WORD == 0:
+        own = own._replace(dense=torch.empty((*own.dense.shape[:3], -(-own.dense.shape[3] // WORD)), dtype=torch.int32))
     return None if own is None or table is None else Masked(own, table)
 
 

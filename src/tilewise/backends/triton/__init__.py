@@ -20,11 +20,11 @@ from ...configs import Config, padded
 from ...configs.wide import units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
-from ...plan import Masked, MaskTensors, table_of
+from ...plan import WORD, Masked, MaskTensors, packed_mask, table_of
 from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Launch, Plan, broadcast_strides
-from ..tables import make_table
+from ..tables import make_table, pack_dense
 from . import bwd, dbias, dq_bias, fwd, wide_launch
 
 __all__ = [
@@ -33,12 +33,13 @@ __all__ = [
     "forward",
     "geometries",
     "launch_dbias",
-    "launch_dq_bias",
     "launch_delta",
     "launch_dkdv",
     "launch_dq",
+    "launch_dq_bias",
     "launch_fwd",
     "make_table",
+    "pack_dense",
 ]
 
 LOG2_E = 1.4426950408889634
@@ -135,10 +136,21 @@ def _mask_arguments(problem: Problem, config: Any, mask: MaskTensors) -> tuple[A
     return tensors, strides, tuple(1 if t else None for t in (*ragged, bounded))
 
 
-def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
-    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
-    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table)
-    return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
+def packs_dense(mask: MaskTensors | None, block_n: int) -> bool:
+    """Do kernels with tiles of this width read the bits of this mask's dense term, in place of its bytes?"""
+    return mask is not None and mask.dense is not None and block_n % WORD == 0 and max(mask.dense.shape[:2]) <= _GRID_LIMIT
+
+
+def _mask(
+    problem: Problem, tensors: Tensors, config: Any, transposed: bool = False, packed: MaskTensors | None = None
+) -> Masked | None:
+    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds. ``packed``: the mask with
+    the bits of its dense term, where another pass has made them."""
+    mask = MaskTensors.of(tensors)
+    if packs_dense(mask, config.block_n):
+        mask = packed or packed_mask(problem, tensors, pack_dense)
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table, mask)
+    return None if table is None else Masked(mask or MaskTensors(), table)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -494,13 +506,14 @@ def _backward_with(
     # What the weights of a row are measured from (``scores.weights``).
     pivots = rows if problem.keeps_rows and rows is not None else lse
     given = (q, k, v, do, pivots, delta)
+    packed = packed_mask(problem, tensors, pack_dense) if packs_dense(MaskTensors.of(tensors), WORD) else None
     for name, dk, dv in together:
         config = configs.lookup(problem, name)
-        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, transposed=True), tensors).run()
+        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, True, packed), tensors).run()
     if dq is not None or grads.slopes is not None:
         config = configs.lookup(problem, "dq")
         by_row = None if grads.slopes is None else torch.empty_like(lse)
-        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config), tensors, by_row).run()
+        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config, False, packed), tensors, by_row).run()
         if by_row is not None:
             grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
     if grads.bias is not None:

@@ -59,7 +59,7 @@ def _column_tiles(
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
             if tiles is not None:
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
-                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         total += tl.sum(p_t, 1)
     return total

@@ -153,30 +153,63 @@ def key_terms(mask, batch, offs_n, seqlen_k):
 
 
 @triton.jit
-def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, seqlen_q, seqlen_k, KEYS_FIRST: tl.constexpr):
+def load_within(ptrs, rows, keys, q_end, k_end, ragged):
+    """Elements at ``rows`` and ``keys``; 0 past the ends, where the last tile of queries or keys is ragged (not None)."""
+    if ragged[0] is not None and ragged[1] is not None:
+        return tl.load(ptrs, mask=(rows < q_end) & (keys < k_end), other=0)
+    elif ragged[0] is not None:
+        return tl.load(ptrs, mask=rows < q_end, other=0)
+    elif ragged[1] is not None:
+        return tl.load(ptrs, mask=keys < k_end, other=0)
+    else:
+        # No guard: elements side by side then load together.
+        return tl.load(ptrs)
+
+
+@triton.jit
+def dense_tile(dense, strides, batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, ragged, KEYS_FIRST: tl.constexpr):
+    """May these queries see these keys, by a dense mask? It holds one byte for each pair, or one bit: words of 32 keys, of which
+    few are loaded, and a tile of scores never changes its layout for them."""
+    q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+    k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
+    packed: tl.constexpr = dense.dtype.element_ty == tl.int32
+    rows = tl.expand_dims(offs_m, q_axis)
+    keys = tl.expand_dims(offs_n, k_axis)
+    k_end = seqlen_k
+    if packed:
+        words: tl.constexpr = offs_n.shape[0] // 32
+        keys = tl.expand_dims(start_n // 32 + tl.arange(0, words), k_axis)
+        k_end = (seqlen_k + 31) // 32
+    at = batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    at = at + rows.to(tl.int64) * strides[2] + keys.to(tl.int64) * strides[3]
+    tile = load_within(dense + at, rows, keys, seqlen_q, k_end, ragged)
+    if packed:
+        # A dim of 32 after that of the words.
+        tile = tl.expand_dims(tile, 1 if KEYS_FIRST else 2)
+        place = tl.arange(0, 32)
+        if KEYS_FIRST:
+            bits = (tile >> place[None, :, None]) & 1
+            tile = tl.reshape(bits, [words * 32, offs_m.shape[0]])
+        else:
+            bits = (tile >> place[None, None, :]) & 1
+            tile = tl.reshape(bits, [offs_m.shape[0], words * 32])
+    return tile != 0
+
+
+@triton.jit
+def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, KEYS_FIRST: tl.constexpr):
     """``ok`` and those terms of the mask that are tensors. The tile is [queries, keys], or [keys, queries] if KEYS_FIRST."""
     tensors = mask[0]
     strides = mask[1]
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
     if tensors[4] is not None:
-        rows = tl.expand_dims(offs_m, q_axis)
-        keys = tl.expand_dims(offs_n, k_axis)
-        at = batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
-        at = at + rows.to(tl.int64) * strides[4][2] + keys.to(tl.int64) * strides[4][3]
-        ragged = mask[2]
-        if ragged[0] is not None and ragged[1] is not None:
-            bits = tl.load(tensors[4] + at, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0)
-        elif ragged[0] is not None:
-            bits = tl.load(tensors[4] + at, mask=rows < seqlen_q, other=0)
-        elif ragged[1] is not None:
-            bits = tl.load(tensors[4] + at, mask=keys < seqlen_k, other=0)
+        bits = dense_tile(tensors[4], strides[4], batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, mask[2], KEYS_FIRST)
+        if mask[2][2] is not None or (KEYS_FIRST and tensors[4].dtype.element_ty != tl.int32):
+            # Bytes of a tile [keys, queries] stay in shared memory only where they are compared besides.
+            ok = ok & bits
         else:
-            bits = tl.load(tensors[4] + at)
-        if ragged[2] is not None or KEYS_FIRST:
-            ok = ok & (bits != 0)
-        else:
-            ok = bits != 0
+            ok = bits
     if tensors[0] is not None:
         ok = ok & same_segment(tl.expand_dims(of_query[0], q_axis), tl.expand_dims(of_key, k_axis))
     if tensors[2] is not None:
