@@ -226,11 +226,13 @@ def _fwd(
     grid, scalars, options = _settings(p, config, "fwd")
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
+    # A hidden score is -inf before it is scaled where a table lists its tile, and 0 * -inf is no score.
+    scale = abs(p.sm_scale) * _steps(p)[0] or (0.0 if mask is None else 2.0**-126)
     columns = _columns(p, "qqpp", config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
-        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m) * config.split),
+        *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
     own = {"NEGATIVE": p.sm_scale < 0, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}

@@ -31,7 +31,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import add_sink, natural_step, scored
+from .scores import add_sink, natural_step, scored, settled
 
 
 @triton.jit
@@ -140,6 +140,10 @@ def _fwd_kernel(
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if NATURAL:
+        rest = settled(m_i)
+        acc *= rest[:, None]
+        l_i *= rest
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     if maxima_ptr is not None:
         # Before the sink, which is no score.

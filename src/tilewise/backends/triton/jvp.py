@@ -31,7 +31,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import distances, load_bias, natural_step, scored
+from .scores import distances, load_bias, natural_step, scored, settled
 
 
 @triton.jit
@@ -215,6 +215,12 @@ def _jvp_kernel(
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if NATURAL:
+        rest = settled(m_i)
+        acc *= rest[:, None]
+        acc_t *= rest[:, None]
+        l_i *= rest
+        t_i *= rest
     if sink is not None:
         acc, acc_t, l_i, t_i, m_i = _with_sink(acc, acc_t, l_i, t_i, m_i, sink, tangents[2], batch, head, NATURAL)
     # A row that saw no key has l_i = 0: o = 0, lse = -inf, and nothing changes with any tangent.

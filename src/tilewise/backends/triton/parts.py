@@ -252,19 +252,16 @@ def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.c
     m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
     no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros.
     """
-    if MASKED and LISTED:
-        qk = tl.where(ok, qk, -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
-        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
-    elif MASKED:
+    if MASKED and not LISTED:
         s2 = tl.where(ok, qk * qk_scale2, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s2, 1))
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.math.exp2(s2 - pivot[:, None])
     else:
+        if MASKED:
+            qk = tl.where(ok, qk, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
-        pivot = m_new
+        pivot = tl.where(m_new > -float("inf"), m_new, 0.0) if MASKED else m_new
         p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
     alpha = tl.math.exp2(m_i - pivot)
     l_new = l_i * alpha + tl.sum(p, 1)
