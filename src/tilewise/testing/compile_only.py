@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..arch import ARCHS
-from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
+from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, shared_config, splits_dkdv
 from ..configs.wide import Walk, WideConfig, config_of, units_kept
 from ..errors import BackendBroken
 from ..plan import WORD, BlockTable, Masked, MaskTensors
@@ -160,6 +160,9 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
     if "b" in problem.grad and tensors.bias is not None:
         config = (configs or {}).get("dbias") or lookup(problem, "dbias")
         dbias = torch.empty_like(tensors.bias)
+        shared = (configs or {}).get("dq_bias") or shared_config(problem)
+        if shared is not None:
+            launches["dq_bias"] = shared, backend.launch_dq_bias(problem, shared, *backward, t["dq"], dbias, tensors)
         launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if problem.jvp:
         launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
@@ -207,7 +210,7 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
 def compile_problem(
     problem: Problem,
-    passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", "weights", *PASSES),
+    passes: tuple[str, ...] = ("delta", "dbias", "dq_bias", "columns", "jvp", "weights", *PASSES),
     configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""

@@ -25,7 +25,8 @@ from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from ..tables import make_table, pack_dense
-from . import bwd, dbias, dq_bias, fwd, wide_launch
+from . import bwd, dbias, fwd, wide_launch
+from .dq_bias_launch import launch_dq_bias
 
 __all__ = [
     "Launch",
@@ -398,37 +399,6 @@ def launch_dbias(
     return plan.launch(q, k, v, do, grad, lse, delta)
 
 
-def launch_dq_bias(
-    problem: Problem,
-    config: Config,
-    members: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    dq: torch.Tensor,
-    grad: torch.Tensor,
-    tensors: Tensors,
-) -> Launch:
-    """dq and the gradient of a bias that ``members`` sequences share (``configs.bias_members``)."""
-    p = problem
-    _, scalars, options = _settings(p, config, "dq")
-    score, score_options = _scores(p, tensors, config)
-    rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
-    grid, flat = _grid(m_blocks, p.heads_q, p.batch // members)
-    numbers = (
-        *(broadcast_strides(grad), score[2], *scalars),
-        *(p.sm_scale * _steps(p)[0], p.sm_scale, m_blocks, n_blocks),
-    )
-    own = {"MEMBERS": members, "TAILS": score_options["TAILS"], "FAR": "bias_far" in score_options["STEPS"], "FLAT": flat}
-    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "SPLIT")}
-    plan = _plan(p, dq_bias._dq_bias_kernel, grid, tuple(zip(rows, _columns(p, "qqvvq"), strict=True)), numbers, {**shared, **own})
-    return plan.launch(q, k, v, do, dq, grad, lse, delta)
-
-
 def forward(
     problem: Problem,
     q: torch.Tensor,
@@ -512,6 +482,10 @@ def _backward_with(
     for name, dk, dv in together:
         config = configs.lookup(problem, name)
         launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, True, packed), tensors).run()
+    shared = configs.shared_config(problem) if dq is not None and grads.bias is not None else None
+    if dq is not None and shared is not None:
+        launch_dq_bias(problem, shared, *given, dq, grads.bias, tensors).run()
+        return _sink_gradient(lse, delta, tensors, grads)
     if dq is not None or grads.slopes is not None:
         config = configs.lookup(problem, "dq")
         by_row = None if grads.slopes is None else torch.empty_like(lse)
@@ -520,6 +494,10 @@ def _backward_with(
             grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
     if grads.bias is not None:
         launch_dbias(problem, configs.lookup(problem, "dbias"), *given, grads.bias, tensors, MaskTensors.of(tensors)).run()
+    _sink_gradient(lse, delta, tensors, grads)
+
+
+def _sink_gradient(lse: torch.Tensor, delta: torch.Tensor, tensors: Tensors, grads: Tensors) -> None:
     if grads.sink is not None:
         # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
         weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))

@@ -1,6 +1,6 @@
-"""dq and the gradient of a bias in one kernel, where the bias is the one step of the scores: no atomics, the same bits on every run.
+"""dq and the gradient of a bias in one kernel, where the bias is the one step of the scores: no atomics, the same bits every time.
 
-A program holds the same tile of queries of MEMBERS sequences (those of the batch that share the bias) and streams their keys side by
+A program holds the same tile of queries of MEMBERS sequences (those that share the bias) and streams their keys side by
 side. Each ds goes into the dq of its sequence and into the sum over the sequences, which is written once: seven products for a tile
 of scores (with those of ``bwd._dkdv_kernel``) in place of the nine that a pass of its own for the bias (``dbias.py``) makes.
 """
