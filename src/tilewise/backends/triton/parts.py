@@ -43,7 +43,8 @@ def schedule(tiles, heads, REVERSED: tl.constexpr, FLAT: tl.constexpr):
     """Which ``(tile, head, batch)`` this program works on: all tiles of a head before the next head, so that what they stream stays
     in the L2 cache; from the last tile down if REVERSED, for the longest tiles to start first.
 
-    The grid is (tiles, heads, batch). Its last two dims end at 65,535: beyond, all three are FLAT in the first.
+    The grid is (tiles, heads, batch). Its last two dims end at 65,535: beyond, all three are FLAT in the first. FLAT of 2: it is
+    (tiles, batch, heads), so that sequences that share a bias read it while it is in the L2 cache.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -250,18 +251,22 @@ def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.c
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for raw products ``qk`` and, if MASKED, what they may see.
 
     m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
-    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros.
+    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros. LISTED: the
+    scale is not 0, so that scores may be hidden before it, and scale and pivot are one multiplication with an addition.
     """
-    if MASKED and not LISTED:
+    if MASKED and LISTED:
+        x = tl.where(ok, qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(x, 1) * qk_scale2)
+        pivot = tl.where(m_new > -float("inf"), m_new, 0.0)
+        p = tl.math.exp2(x * qk_scale2 - pivot[:, None])
+    elif MASKED:
         s2 = tl.where(ok, qk * qk_scale2, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s2, 1))
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.math.exp2(s2 - pivot[:, None])
     else:
-        if MASKED:
-            qk = tl.where(ok, qk, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
-        pivot = tl.where(m_new > -float("inf"), m_new, 0.0) if MASKED else m_new
+        pivot = m_new
         p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
     alpha = tl.math.exp2(m_i - pivot)
     l_new = l_i * alpha + tl.sum(p, 1)
