@@ -69,7 +69,7 @@ SPILL = {
     ("sm_120", ODD, "dkdv"): 1088,
     ("sm_80", BIAS_64, "dbias"): 192,
     ("sm_80", BIAS_64, "fwd"): 80,  # the unit of each row besides its pivot, for one instruction less for each weight
-    ("sm_90", DENSE_128, "fwd"): 256,  # a loop that reads bits beside one that does not; two programs share a processor all the same
+    ("sm_90", DENSE_128, "fwd"): 256,  # two loops, one of which reads bits; two programs share a processor
     ("sm_90", SHARED_64, "dq_bias"): 512,  # dq of four sequences
     ("sm_90", SCORES_128, "dkdv"): 512,
     ("sm_100", BIAS_64, "fwd"): 64,
