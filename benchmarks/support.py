@@ -41,6 +41,7 @@ def _gradients(row: Capability) -> str:
     if not row.gradients:
         return "none: forward only"
     text = ", ".join(f"d{GRADIENTS[letter]}" for letter in row.gradients)
+    text += f" (of bounds only at {dims_text(row.plain_gradients)})" if row.plain_gradients else ""
     return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 

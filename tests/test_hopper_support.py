@@ -64,7 +64,7 @@ def test_auto_takes_it_for_training_too(head_dim, grad):
         ("seqlen=64 head_dim=80 arch=sm_90", "head_dim"),
         ("seqlen=64 head_dim=128/64 arch=sm_90", "head_dim"),
         ("seqlen=64 head_dim=128/192 arch=sm_90", "head_dim"),
-        ("seqlen=64 head_dim=192/128 arch=sm_90 grad=k", "gradient"),
+        ("seqlen=64 head_dim=192/128 arch=sm_90 grad=k mask=softcap:3", "gradient"),
         ("seqlen=64 head_dim=64 arch=sm_90 layout=strided", "layout"),
     ],
 )
