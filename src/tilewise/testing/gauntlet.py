@@ -465,6 +465,21 @@ GAUNTLET: tuple[Entry, ...] = (
         causal(),
         terms="bias:k",
     ),
+    Entry(
+        "bias_shared",
+        "dq and the gradient of a bias out of one kernel: a sequence left out, or its keys another's; tiles that no query sees",
+        (4, 4, 2, 70, 150, 16, 16),
+        window(60, 10),
+        loss="o+lse",
+        terms="bias:1hqk",
+    ),
+    Entry(
+        "bias_alone",
+        "the same of one sequence and of a bias of its own",
+        (2, 2, 1, 90, 70, 16, 24),
+        causal(),
+        terms="bias:bhqk",
+    ),
     Entry("bias_of_batches", "the same over heads and keys", (2, 4, 2, 70, 100, 16, 16), window(30, 0), terms="bias:b1q1"),
     Entry(
         "lowest_bias",
