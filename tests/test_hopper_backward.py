@@ -514,5 +514,7 @@ def test_every_config_is_legal(head_dim, config):
     assert illegal(problem, config) is None
     too_wide = dataclasses.replace(config, block_n=96)
     assert "block_n" in illegal(problem, too_wide)
-    hungry = {"stages": 9} if isinstance(config, KeysConfig) else {"k_stages": 30}
-    assert "shared memory" in illegal(problem, dataclasses.replace(config, **hungry, block_m=128))
+    hungry = {"stages": 30} if isinstance(config, KeysConfig) else {"k_stages": 30}
+    assert "shared memory" in illegal(problem, dataclasses.replace(config, **hungry))
+    if in_chunks(problem):
+        assert "block_m" in illegal(problem, dataclasses.replace(config, block_m=192))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "EMPTY",
     "FREE",
     "MASKED",
+    "WORD",
     "BlockTable",
     "MaskTensors",
     "Masked",
@@ -33,10 +35,12 @@ __all__ = [
     "TilePlan",
     "block_table",
     "check_fresh",
+    "collapsed",
     "extents_of",
     "fill_table",
     "kinds_in",
     "made_table",
+    "packed_mask",
     "packed_of",
     "planned",
     "table_in",
@@ -46,6 +50,8 @@ __all__ = [
 
 # In this order, the kind of a conjunction is the least kind of its terms.
 EMPTY, MASKED, FREE = 0, 1, 2
+
+WORD = 32  # keys in a word of a packed dense mask, the first in its lowest bit; those past the last key are 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class MaskTensors(NamedTuple):
     segment_k: torch.Tensor | None = None  # integers (batch, seqlen_k)
     row_start: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
     row_end: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
-    dense: torch.Tensor | None = None  # bool (batch, heads_q, seqlen_q, seqlen_k)
+    dense: torch.Tensor | None = None  # bool (batch, heads_q, seqlen_q, seqlen_k), or its bits: int32, WORD keys in each
 
     @classmethod
     def of(cls, tensors: Tensors) -> MaskTensors | None:
@@ -198,26 +204,40 @@ def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: 
 
 
 def planned(
-    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], fill: Callable[..., None] = fill_table
+    spec: Spec,
+    mask: MaskTensors,
+    problem: Problem,
+    geometries: Iterable[Geometry],
+    fill: Callable[..., None] = fill_table,
+    pack: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Spec:
-    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
+    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for. ``pack`` makes the bits of a
+    dense mask, which the plan then holds, too."""
     extents, device = extents_of(mask), next(t.device for t in mask if t is not None)
-    layout = _layout(problem, tuple(sorted(set(geometries))), extents)
+    words = None if mask.dense is None or pack is None else pack(mask.dense)
+    layout = _layout(problem, tuple(sorted(set(geometries))), extents, None if words is None else tuple(words.shape))
     if layout is None:
         return spec
     places = _places(layout, problem.seqlen_q, problem.seqlen_k)
-    packed = torch.empty(max(place.end for place in places.values()), dtype=torch.int32, device=device)
-    for geometry, place in places.items():
+    tables = {geometry: place for geometry, place in places.items() if isinstance(place, Place)}
+    packed = torch.empty(max(place.end for place in tables.values()), dtype=torch.int32, device=device)
+    if words is not None:
+        packed[: words.numel()].copy_(words.flatten())
+        mask = mask._replace(dense=words)
+    for geometry, place in tables.items():
         fill(problem, mask, geometry, packed, place)
     tensors = spec.tensors._replace(plan=packed)
     return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(tensors))
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(problem: Problem, geometries: tuple[Geometry, ...], extents: tuple[int, int]) -> str | None:
-    """The string of a plan: what it was made for, and its tables."""
+def _layout(
+    problem: Problem, geometries: tuple[Geometry, ...], extents: tuple[int, int], bits: tuple[int, ...] | None
+) -> str | None:
+    """The string of a plan: what it was made for, its tables, and before them the bits of a dense mask."""
     p = problem
-    names = (f"{block_m}x{block_n}{'t' if transposed else ''}" for block_m, block_n, transposed in geometries)
+    names = [] if bits is None else ["x".join(map(str, bits)) + "b"]
+    names += [f"{block_m}x{block_n}{'t' if transposed else ''}" for block_m, block_n, transposed in geometries]
     made_for = f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}"
     return "/".join((made_for, f"{extents[0]}x{extents[1]}", *names)) if geometries else None
 
@@ -244,13 +264,18 @@ def check_fresh(spec: Spec) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, Place]:
-    """Where each table of a plan lies."""
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Any, Any]:
+    """Where each table of a plan lies, by its ``Geometry``; where its "bits" begin, and their shape."""
     _, extents, *names = plan.split("/")
     batch, heads = map(int, extents.split("x"))
-    places: dict[Geometry, Place] = {}
+    places: dict[Any, Any] = {}
     at = 0
     for name in names:
+        if name.endswith("b"):
+            b, h, rows, words = map(int, name[:-1].split("x"))
+            places["bits"] = at, (b, h, rows, words)
+            at += b * h * rows * words
+            continue
         block_m, block_n = map(int, name.rstrip("t").split("x"))
         geometry = block_m, block_n, name.endswith("t")
         places[geometry] = _place(at, (batch, heads), seqlen_q, seqlen_k, geometry)
@@ -265,21 +290,36 @@ def packed_of(
     block_n: int,
     transposed: bool = False,
     fill: Callable[..., None] = fill_table,
+    mask: MaskTensors | None = None,
 ) -> tuple[torch.Tensor | None, Place | None]:
     """A tensor that holds the table of a call for these tile sizes, and where: the spec's plan if it has it, else a new one; None
-    without such a mask."""
+    without such a mask. ``mask``: what a new one is made of, if not the tensors as they are."""
     packed, geometry = tensors.plan, (block_m, block_n, transposed)
     if packed is not None:
         place = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get(geometry)
         if place is not None:
             return packed, place
-    mask = MaskTensors.of(tensors)
+    mask = mask or MaskTensors.of(tensors)
     if mask is None:
         return None, None
     place = _place(0, extents_of(mask), problem.seqlen_q, problem.seqlen_k, geometry)
     packed = torch.empty(place.end, dtype=torch.int32, device=next(t.device for t in mask if t is not None))
     fill(problem, mask, geometry, packed, place)
     return packed, place
+
+
+def packed_mask(problem: Problem, tensors: Tensors, pack: Callable[[torch.Tensor], torch.Tensor]) -> MaskTensors | None:
+    """The mask of a call with the bits of its dense term: those of the spec's plan if it has them, else new ones."""
+    mask = MaskTensors.of(tensors)
+    if mask is None or mask.dense is None:
+        return mask
+    found = None
+    if tensors.plan is not None:
+        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get("bits")
+    if tensors.plan is None or found is None:
+        return mask._replace(dense=pack(mask.dense))
+    at, shape = found
+    return mask._replace(dense=tensors.plan[at : at + math.prod(shape)].view(shape))
 
 
 def table_of(
@@ -289,9 +329,10 @@ def table_of(
     block_n: int,
     transposed: bool = False,
     fill: Callable[..., None] = fill_table,
+    mask: MaskTensors | None = None,
 ) -> BlockTable | None:
     """The same as a table."""
-    packed, place = packed_of(problem, tensors, block_m, block_n, transposed, fill)
+    packed, place = packed_of(problem, tensors, block_m, block_n, transposed, fill, mask)
     return None if packed is None or place is None else table_in(packed, place)
 
 
@@ -313,7 +354,7 @@ def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
     if mask.row_start is not None and mask.row_end is not None:
         kinds = torch.minimum(kinds, _row_kinds(mask.row_start, mask.row_end, p.seqlen_k, block_m, block_n))
     if mask.dense is not None:
-        kinds = torch.minimum(kinds, _dense_kinds(mask.dense, block_m, block_n))
+        kinds = torch.minimum(kinds, _dense_kinds(mask.dense, p.seqlen_k, block_m, block_n))
     return kinds
 
 
@@ -362,7 +403,7 @@ def _kinds(seen: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
     return seen.to(torch.int8) + free.to(torch.int8)
 
 
-def _collapsed(t: torch.Tensor) -> torch.Tensor:
+def collapsed(t: torch.Tensor) -> torch.Tensor:
     """The same tensor with extent 1 where its stride is 0: nothing that is broadcast is read twice."""
     for dim, stride in enumerate(t.stride()):
         if stride == 0 and t.shape[dim] > 1:
@@ -391,7 +432,7 @@ def _largest(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
     """By the least and the largest id of a tile: apart, one and the same, or perhaps something in common."""
-    segment_q, segment_k = _collapsed(segment_q), _collapsed(segment_k)
+    segment_q, segment_k = collapsed(segment_q), collapsed(segment_k)
     q_lo, q_hi = (_by_tile(segment_q, 1, block_m, f)[:, None, :, None] for f in (_least, _largest))
     k_lo, k_hi = (_by_tile(segment_k, 1, block_n, f)[:, None, None, :] for f in (_least, _largest))
     return _kinds(*segment_tile(q_lo, q_hi, k_lo, k_hi))
@@ -399,7 +440,7 @@ def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: in
 
 def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
     """By the union and the intersection of the intervals of a tile's queries."""
-    row_start, row_end = _collapsed(row_start), _collapsed(row_end)
+    row_start, row_end = collapsed(row_start), collapsed(row_end)
     start_lo, start_hi = (_by_tile(row_start, 2, block_m, f)[..., None] for f in (_least, _largest))
     end_lo, end_hi = (_by_tile(row_end, 2, block_m, f)[..., None] for f in (_least, _largest))
     first = torch.arange(0, seqlen_k, block_n, device=row_start.device)
@@ -407,11 +448,25 @@ def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, bl
     return _kinds(*row_tile(first, end, start_lo, start_hi, end_lo, end_hi))
 
 
-def _dense_kinds(dense: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
+@functools.lru_cache(maxsize=32)
+def _full_words(seqlen_k: int, device: torch.device) -> torch.Tensor:
+    """The words of a row that sees every key."""
+    words = torch.full((-(-seqlen_k // WORD),), -1, dtype=torch.int32, device=device)
+    if seqlen_k % WORD:
+        words[-1] = (1 << seqlen_k % WORD) - 1
+    return words
+
+
+def _dense_kinds(dense: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
     """By "any" and "all" over the elements of each tile, keys first, so that what is left for queries is small."""
-    dense = _collapsed(dense)
+    dense = collapsed(dense)
+    some = every = dense
+    if dense.dtype == torch.int32:
+        some, every, block_n = dense != 0, dense == _full_words(seqlen_k, dense.device)[: dense.shape[3]], block_n // WORD
+        if dense.shape[3] == 1:  # perhaps the same for all keys
+            every = every | (dense == -1)
 
-    def over(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        return _by_tile(_by_tile(dense, 3, block_n, reduce), 2, block_m, reduce)
+    def over(t: torch.Tensor, reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        return _by_tile(_by_tile(t, 3, block_n, reduce), 2, block_m, reduce)
 
-    return _kinds(over(torch.any), over(torch.all))
+    return _kinds(over(some, torch.any), over(every, torch.all))

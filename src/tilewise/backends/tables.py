@@ -1,22 +1,24 @@
-"""The table of tiles of a mask whose tensors are ids and intervals, in one kernel: ``plan.block_table(plan.tile_kinds(...))``."""
+"""What kernels read of masks that are tensors, each in one kernel: the table of tiles of ids and intervals
+(``plan.block_table(plan.tile_kinds(...))``) and the bits of a dense mask."""
 
 from __future__ import annotations
 
 import functools
 import types
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import bodies
-from ..plan import BlockTable, Geometry, MaskTensors, Place
+from ..plan import WORD, BlockTable, Geometry, MaskTensors, Place, collapsed
 from ..plan import fill_table as fill_by_torch
 from ..problem import Problem
 from .holes import Layout, holes_of, layout_of, table_of_holes, there
 from .launching import Launch, Plan, broadcast_strides
 
-__all__ = ["fill_table", "launch_table"]
+__all__ = ["fill_table", "launch_pack", "launch_table", "pack_dense"]
 
 
 def _shared(body):
@@ -190,3 +192,54 @@ def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: 
         return
     given = (*mask, packed)
     _table_plan(problem, layout_of(given), geometry, place).run(*there(given))
+
+
+@triton.jit
+def _pack_kernel(
+    dense, words, batch_stride, head_stride, q_stride, k_stride, heads, seqlen_q, seqlen_k, width,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """WORDS words of ROWS rows. Grid: (row tiles x word tiles) x heads x batch."""
+    tiles = tl.cdiv(width, WORDS)
+    row = tl.program_id(0) // tiles
+    first = (tl.program_id(0) - row * tiles) * WORDS
+    rows = row * ROWS + tl.arange(0, ROWS)
+    keys = first * WORD + tl.arange(0, WORDS * WORD)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    at = batch * batch_stride + head * head_stride
+    at = at + rows.to(tl.int64)[:, None] * q_stride + keys.to(tl.int64)[None, :] * k_stride
+    seen = tl.load(dense + at, mask=(rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k), other=0) != 0
+    bits = tl.reshape(seen.to(tl.int32), [ROWS, WORDS, WORD]) << tl.arange(0, WORD)[None, None, :]
+    columns = first + tl.arange(0, WORDS)
+    to = words + ((batch * heads + head) * seqlen_q + rows.to(tl.int64)[:, None]) * width + columns[None, :]
+    tl.store(to, tl.sum(bits, 2), mask=(rows[:, None] < seqlen_q) & (columns[None, :] < width))
+
+
+def _pack(dense: Any, words: Any, named: int = 0) -> Plan:
+    batch, heads, rows, keys = dense.shape
+    width = words.shape[3]
+    numbers = (dense.view(torch.uint8), words, *dense.stride(), heads, rows, keys, width)
+    options = {"ROWS": 16, "WORDS": 8, "WORD": WORD, "num_warps": 4}
+    return Plan(_pack_kernel, (triton.cdiv(rows, 16) * triton.cdiv(width, 8), heads, batch), (), numbers, options, named=named)
+
+
+def launch_pack(dense: torch.Tensor, words: torch.Tensor) -> Launch:
+    return _pack(dense, words).launch()
+
+
+@functools.lru_cache(maxsize=4096)
+def _pack_plan(layout: Layout) -> Plan:
+    """``layout``: of the mask and its bits."""
+    return _pack(*holes_of(layout), 2)
+
+
+def pack_dense(dense: torch.Tensor) -> torch.Tensor:
+    """The bits of a dense mask (``plan.WORD``), extent 1 along dims that it broadcasts in: all bits of a word where those are its
+    keys."""
+    dense = collapsed(dense)
+    if dense.shape[3] == 1:
+        return -dense.to(torch.int32)
+    words = torch.empty((*dense.shape[:3], triton.cdiv(dense.shape[3], WORD)), dtype=torch.int32, device=dense.device)
+    _pack_plan(layout_of((dense, words))).run(dense, words)
+    return words

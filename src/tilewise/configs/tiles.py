@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = ["chunks", "padded"]
 
-_ONE_TILE = 64  # columns up to which one tile does better: measured at 40
-_MOST = 256  # columns beyond which a result is shared by programs, or made of what is kept
+_ONE_TILE = 64  # padded columns up to which one tile does better: measured at 40
+_MOST = 256  # padded columns beyond which a result is shared by programs, or made of what is kept
 
 
 def padded(size: int) -> int:

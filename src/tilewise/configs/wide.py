@@ -16,6 +16,7 @@ __all__ = ["Walk", "WideConfig", "config_of", "forward_units", "units_kept"]
 _KNOWN = frozenset(("softcap", "alibi", "bias", "sink", "segment", "row", "dense"))
 _FLOOR = 2**28  # bytes on a GPU that are never too many: one head of 8,192 by 8,192 in half precision
 NARROW = 256  # columns up to which the other kernels are the better ones for half precision
+_FORWARD = ("sm_90",)  # where forward passes keep weights
 # How many copies of dq in float32 may be kept, by bytes an element: enough for a wave of programs at 4,096 keys.
 _COPIES = {2: 4, 4: 8}
 
@@ -83,8 +84,8 @@ def units_kept(problem: Problem) -> int:
 def forward_units(problem: Problem) -> int:
     """Of how many heads of keys (of all batches) a forward pass keeps weights at a time; 0: it keeps none.
 
-    It does beyond 256 columns where that was measured to be faster: on sm_90, by descriptors, in half precision, from 256 queries
-    and keys on. The bound on memory is that of ``units_kept``, for one tensor in the place of two.
+    It does beyond 256 columns on the processors ``_FORWARD``, by descriptors, in half precision, from 32 queries and keys on. The
+    bound on memory is that of ``units_kept``, for one tensor in the place of two.
     """
     p = problem
     if set(p.spec.terms) - _KNOWN or p.spec.returns == "max_logit" or max(p.head_dim, p.head_dim_v) <= NARROW:
@@ -92,7 +93,7 @@ def forward_units(problem: Problem) -> int:
     if p.arch.kind == "cpu":  # in the interpreter: float32 and bfloat16 alone, so that float16 runs the other kernel
         if p.dtype == "float16" or p.itemsize not in _COPIES:
             return 0
-    elif p.arch.name != "sm_90" or not p.bulk or p.itemsize > 2 or min(p.seqlen_q, p.seqlen_k) < 256:
+    elif p.arch.name not in _FORWARD or not p.bulk or p.itemsize > 2 or min(p.seqlen_q, p.seqlen_k) < 32:
         return 0
     config = config_of(p).weights
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))

@@ -11,11 +11,15 @@ import torch
 
 from ...configs.hopper import columns
 from ...configs.hopper_backward import (
+    EARLY,
+    AddingConfig,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
+    fuses,
     heads_kept,
     in_chunks,
+    lookup_adding,
     lookup_dkdv,
     lookup_dq,
     lookup_kept,
@@ -27,6 +31,7 @@ from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
 from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
 __all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
@@ -106,7 +111,8 @@ def _dkdv(
         return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options, named)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
-    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n}, named)
+    options |= {"BLOCK_N": config.block_n, "FUSED": fuses(p)}
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options, named)
 
 
 def _dq(
@@ -144,6 +150,7 @@ def _dq(
     if in_chunks(p):
         options["HEAD_DIM_V"] = p.head_dim_v
         return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, options, named)
+    options |= {"FUSED": fuses(p), "EARLY": EARLY}
     return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options, named)
 
 
@@ -295,6 +302,13 @@ _call, _call_named = (functools.lru_cache(maxsize=4096)(_call_of) for _ in range
 _keys_config, _queries_config = (functools.lru_cache(maxsize=4096)(find) for find in (lookup_dkdv, lookup_dq))
 
 
+def adding_of(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that adds dq up in memory, where the call allows it and it is the fastest."""
+    asked = problem.spec.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    return None if deterministic else lookup_adding(problem)
+
+
 def backward(
     problem: Problem,
     do: torch.Tensor,
@@ -311,8 +325,14 @@ def backward(
     kept_rows: torch.Tensor | None = None,
     grads: Tensors = NO_TENSORS,
 ) -> None:
-    """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
+    """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
+    then no gradient is added up in memory."""
     p = problem
+    if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
+        adding = adding_of(p)
+        if adding is not None:
+            backward_adding(p, adding, do, dlse, q, k, v, o, lse, dq, dk, dv)
+            return
     needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
     for_keys: list[torch.Tensor] = []
     for_queries: list[torch.Tensor] = []
