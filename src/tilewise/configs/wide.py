@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import Config, misadded
+from .split import operand_bytes, parts_of
 
 __all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
 
@@ -44,6 +45,10 @@ _BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256
 _POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
 _SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
 _SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
+_PARTS = {
+    2: WideConfig(Config(128, 128, 8, 2), 64, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3)),
+    3: WideConfig(Config(128, 128, 8, 2), 64, Walk(64, 128, 8, 2), Walk(64, 128, 8, 2)),
+}
 _INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1))
 
 
@@ -51,6 +56,8 @@ def config_of(problem: Problem) -> WideConfig:
     """The tiles of a problem. Where loads go through registers, or operands are made three of one, they are smaller."""
     if problem.arch.kind == "cpu":
         return _INTERPRETED
+    if parts_of(problem, "wide") > 1:
+        return _PARTS[parts_of(problem, "wide")]
     if problem.itemsize > 2:
         return _SINGLE_SM_90 if problem.arch.name == "sm_90" and problem.bulk else _SINGLE
     return _BULK if problem.bulk and problem.arch.bulk_copy and problem.arch.name != "sm_120" else _POINTERS
@@ -76,4 +83,4 @@ def units_kept(problem: Problem) -> int:
         room = max(room, _FLOOR)
     # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
     least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
-    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * p.itemsize)))
+    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "wide"))))

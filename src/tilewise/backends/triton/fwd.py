@@ -22,7 +22,6 @@ from .parts import (
     column_part,
     key_terms,
     listed,
-    load_tile,
     operand,
     query_terms,
     schedule,
@@ -32,6 +31,7 @@ from .parts import (
     tile_range,
 )
 from .scores import add_sink, natural_step, scored
+from .split import dot_add, dot_t, load_parts
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _fwd_tiles(
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, VT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
@@ -49,9 +49,9 @@ def _fwd_tiles(
             n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         # [BLOCK_N, BLOCK_D]
-        k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        k_tile = load_parts(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN, PARTS)
         # [BLOCK_M, BLOCK_N]
-        qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        qk = dot_t(q, k_tile, PRECISION, PARTS)
         ok = None
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
@@ -74,8 +74,8 @@ def _fwd_tiles(
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
         # [BLOCK_N, BLOCK_DV]
-        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, col)
-        acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
+        v_tile = load_parts(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, 0 if VT == 1 else PARTS, col)
+        acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, 0 if VT == 1 else PARTS, VT == 2)
     return acc, l_i, m_i
 
 
@@ -89,7 +89,7 @@ def _fwd_kernel(
     REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, VT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     m_block, col = column_part(m_block, SPLIT, BLOCK_DV)
@@ -102,7 +102,7 @@ def _fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # [BLOCK_M, BLOCK_D]
-    q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    q_tile = load_parts(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN, PARTS)
     if NEGATIVE:
         # max(qk) * qk_scale2 is the maximum of the scores only for a scale >= 0: the sign goes into q, which is exact.
         q_tile = -q_tile
@@ -124,20 +124,20 @@ def _fwd_kernel(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
             drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
         upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
         drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
             drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
         )  # fmt: skip
 
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
