@@ -1,33 +1,49 @@
-"""Whether float32 operands are split into bfloat16 parts (``backends/triton/split.py``), in how many, and the tiles.
+"""Whether float32 operands are brought into another form before their products (``backends/triton/split.py``), and into which.
 
 It pays where a tensor core multiplies bfloat16 faster than the products of TF32 that it stands for, and where copies of the operands
-(6 bytes an element with three parts, 4 with two) are made quickly beside the products: on sm_90, from some length on.
+(6 bytes an element with three parts, 4 otherwise) are made quickly beside the products: on sm_90, from some length on.
 """
 
 from __future__ import annotations
 
 from ..problem import Problem
 
-__all__ = ["operand_bytes", "parts_of"]
+__all__ = ["operand_bytes", "parts_of", "turned"]
 
-_LEAST = 1024  # queries and keys below which the copies cost more than they save
+# Queries and keys from which on the copies cost less than they save; in the interpreter so that tests run both ways.
+_LEAST = {"sm_90": 1024, "cpu": 96}
+_WIDEST = 128  # columns up to which a forward pass holds a tile of queries in this form
+
+
+def _fits(problem: Problem, pass_: str) -> bool:
+    return pass_ != "fwd" or max(problem.head_dim, problem.head_dim_v) <= _WIDEST
+
+
+def _pays(problem: Problem) -> bool:
+    p = problem
+    least = _LEAST.get(p.arch.name)
+    return p.dtype == "float32" and least is not None and p.bulk and min(p.seqlen_q, p.seqlen_k) >= least
 
 
 def parts_of(problem: Problem, pass_: str) -> int:
-    """In how many parts a pass (``"fwd"`` or ``"wide"``) of a problem takes its operands; 1: whole."""
-    return _parts(problem, pass_)
+    """In how many bfloat16 parts a pass takes its operands; 1: whole.
+
+    The passes are those of a config, and of a backward pass that keeps its weights "weights" and the products with what is
+    "kept". Three parts are as accurate as IEEE products; two are more exact than TF32, and read as they lie in memory.
+    """
+    if pass_ not in ("fwd", "weights", "kept") or not _pays(problem) or not _fits(problem, pass_):
+        return 1
+    if problem.precision == "ieee":
+        return 3
+    return 2 if pass_ == "kept" else 1
 
 
-def _parts(problem: Problem, pass_: str) -> int:
-    p = problem
-    if p.dtype != "float32" or p.arch.name != "sm_90" or not p.bulk or min(p.seqlen_q, p.seqlen_k) < _LEAST:
-        return 1
-    if max(p.head_dim, p.head_dim_v) > 256:
-        return 1
-    return 3 if p.precision == "ieee" else 2
+def turned(problem: Problem) -> bool:
+    """Does the forward pass read v as columns, so that TF32 products are those of warpgroups?"""
+    return problem.precision == "tf32" and _pays(problem) and _fits(problem, "fwd")
 
 
 def operand_bytes(problem: Problem, pass_: str) -> int:
-    """Bytes of shared memory that an element of q, k or v takes in all its parts."""
+    """Bytes that an element of an operand takes in all its parts."""
     parts = parts_of(problem, pass_)
     return problem.itemsize if parts == 1 else 2 * parts

@@ -17,8 +17,8 @@ __all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
 _KNOWN = frozenset(("softcap", "alibi", "bias", "sink", "segment", "row", "dense"))
 _FLOOR = 2**28  # bytes on a GPU that are never too many: one head of 8,192 by 8,192 in half precision
 NARROW = 256  # columns up to which the other kernels are the better ones for half precision
-# How many copies of dq in float32 may be kept, by bytes an element: enough for a wave of programs at 4,096 keys.
-_COPIES = {2: 4, 4: 8}
+# How many copies of dq in float32 may be kept, by bytes of what is kept: enough for a wave of programs at 4,096 keys.
+_COPIES = {2: 4, 4: 8, 6: 12}
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ _POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32,
 _SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
 _SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
 _PARTS = {
-    2: WideConfig(Config(128, 128, 8, 2), 64, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3)),
-    3: WideConfig(Config(128, 128, 8, 2), 64, Walk(64, 128, 8, 2), Walk(64, 128, 8, 2)),
+    2: WideConfig(Config(128, 128, 8, 4), 32, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3)),
+    3: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3)),
 }
 _INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1))
 
@@ -56,8 +56,8 @@ def config_of(problem: Problem) -> WideConfig:
     """The tiles of a problem. Where loads go through registers, or operands are made three of one, they are smaller."""
     if problem.arch.kind == "cpu":
         return _INTERPRETED
-    if parts_of(problem, "wide") > 1:
-        return _PARTS[parts_of(problem, "wide")]
+    if parts_of(problem, "kept") > 1:
+        return _PARTS[parts_of(problem, "kept")]
     if problem.itemsize > 2:
         return _SINGLE_SM_90 if problem.arch.name == "sm_90" and problem.bulk else _SINGLE
     return _BULK if problem.bulk and problem.arch.bulk_copy and problem.arch.name != "sm_120" else _POINTERS
@@ -78,9 +78,9 @@ def units_kept(problem: Problem) -> int:
         return 0
     config = config_of(p).weights
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
-    room = _COPIES[p.itemsize] * 4 * p.batch * p.heads_q * rows * p.head_dim
+    room = _COPIES[operand_bytes(p, "kept")] * 4 * p.batch * p.heads_q * rows * p.head_dim
     if p.arch.kind != "cpu":
         room = max(room, _FLOOR)
     # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
     least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
-    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "wide"))))
+    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "kept"))))

@@ -312,7 +312,7 @@ _FORWARD = (
         "batch, head_kv, max(start_n - BLOCK_N, 0), seqlen_k, HEAD_DIM_V",
         ("one_query",),
     ),
-    Mutant("strides_of_k_for_v", "v is addressed as k", FWD, "load_tile(v, v_strides", "load_tile(v, k_strides", ("strided_v",)),
+    Mutant("strides_of_k_for_v", "v is addressed as k", FWD, "load_parts(v, v_strides", "load_parts(v, k_strides", ("strided_v",)),
     Mutant(
         "no_edge_without_upper",
         "the ragged last tile is not visited",
@@ -467,8 +467,8 @@ _BACKWARD = (
         "stale_value_tile_in_dq",
         "dp of the tile before",
         BWD,
-        "        v_tile = load_tile(v, v_strides, batch, head_kv, start_n,",
-        "        v_tile = load_tile(v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0),",
+        "        v_tile = load_parts(v, v_strides, batch, head_kv, start_n,",
+        "        v_tile = load_parts(v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0),",
         ("odd_scale",),
     ),
     Mutant(

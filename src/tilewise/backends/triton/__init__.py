@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, padded
-from ...configs.split import parts_of
+from ...configs.split import parts_of, turned
 from ...configs.wide import units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
@@ -27,7 +27,7 @@ from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Launch, Plan, broadcast_strides
 from ..tables import make_table
 from . import bwd, dbias, fwd, wide_launch
-from .split_launch import split_of
+from .split_launch import forward_operands
 
 __all__ = [
     "Launch",
@@ -206,12 +206,14 @@ def _fwd(
     score, score_options = _scores(p, tensors, config)
     columns = _columns(p, "qqpp", config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
+    parts, by_columns = parts_of(p, "fwd"), turned(p)
+    if by_columns:
+        tiles = (*tiles[:2], (columns[2], config.block_n), tiles[3])
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    parts = parts_of(p, "fwd")
-    own = {"NEGATIVE": p.sm_scale < 0 and parts == 1, "PARTS": parts, "VT": 0, "BLOCK_DV": columns[-1]}
+    own = {"NEGATIVE": p.sm_scale < 0 and parts == 1, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
     return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options)
 
@@ -388,9 +390,7 @@ def forward(
 ) -> None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     config = configs.lookup(problem, "fwd")
-    parts = parts_of(problem, "fwd")
-    if parts > 1:
-        q, k, v = split_of(problem, q, parts, -1.0 if problem.sm_scale < 0 else 1.0), *(split_of(problem, t, parts) for t in (k, v))
+    q, k, v = forward_operands(problem, q, k, v)
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return

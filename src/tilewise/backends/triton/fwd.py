@@ -31,7 +31,7 @@ from .parts import (
     tile_range,
 )
 from .scores import add_sink, natural_step, scored
-from .split import dot_add, dot_t, load_parts
+from .split import dot_add, dot_t, dot_turned, load_parts
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _fwd_tiles(
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, VT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
@@ -73,9 +73,12 @@ def _fwd_tiles(
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
-        # [BLOCK_N, BLOCK_DV]
-        v_tile = load_parts(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, 0 if VT == 1 else PARTS, col)
-        acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, 0 if VT == 1 else PARTS, VT == 2)
+        if TURNED:
+            acc = dot_turned(p, v, v_strides, batch, head_kv, start_n, acc, BLOCK_N, BLOCK_DV, col, PRECISION)
+        else:
+            # [BLOCK_N, BLOCK_DV]
+            v_tile = load_parts(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col)
+            acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, PARTS)
     return acc, l_i, m_i
 
 
@@ -89,7 +92,7 @@ def _fwd_kernel(
     REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, VT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     m_block, col = column_part(m_block, SPLIT, BLOCK_DV)
@@ -124,20 +127,20 @@ def _fwd_kernel(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
             drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
     acc, l_i, m_i = _fwd_tiles(
         acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
         upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
         drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, l_i, m_i = _fwd_tiles(
             acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
             upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
             drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, VT, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
 
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q

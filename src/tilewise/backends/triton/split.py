@@ -1,11 +1,15 @@
-"""Products of float32 operands as products of bfloat16 parts, which tensor cores make several times faster than TF32 ones.
+"""float32 operands in the form that tensor cores multiply fastest: bfloat16 parts, or a transposed copy for TF32.
 
-Three parts of a float32 number hold it exactly (8 bits of mantissa each): ``x = x0 + x1 + x2``. A product of two numbers is then nine
-products, of which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1 + a1 b0 + a1 b1 + a0 b2 + a2 b0``. With two
-parts (16 bits) three products are left, which is more exact than TF32 (11 bits).
+Three parts of a float32 number hold it (8 bits of mantissa each): ``x = x0 + x1 + x2``. A product of two numbers is then nine products,
+of which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1 + a1 b0 + a1 b1 + a0 b2 + a2 b0``. Two parts
+hold 16 bits and leave three products, more exact than TF32, which reads 11 bits of an operand.
 
-``_split_kernel`` writes the parts of q, k, v and do once; kernels read part i of head h as head ``h * PARTS + i``. What a kernel makes
-itself (p, ds) is split in registers. PARTS = 1 everywhere stands for whole operands: the code is then what it would be without this file.
+``_split_kernel`` writes the parts of q, k, v and do once for a pass; kernels read part i of head h as head ``h * PARTS + i``. What a
+kernel makes itself (p, ds) is split in registers. PARTS = 1 stands for whole operands, and the code is what it would be without this file.
+
+A warpgroup multiplies TF32 operands only if both lie along the dim of the sum, which v does not in ``p v``. If TURNED, ``_turn_kernel``
+has written v as columns, in each eight keys in the order 0 2 4 6 1 3 5 7: that in which a thread that holds keys 2 a and 2 a + 1 of
+the scores is to hold them as an operand, so that p stays in its registers.
 """
 
 import triton
@@ -40,8 +44,6 @@ def load_parts(
     """``load_tile``, or a tuple of the parts of a tile."""
     if PARTS == 1:
         return load_tile(src, strides, batch, head, row, row_end, SIZE, ROWS, COLS, BULK, WIDEN, col)
-    elif PARTS == 0:
-        return src.load([batch, head, col, row]).reshape([COLS, ROWS])
     elif PARTS == 2:
         x0 = load_tile(src, strides, batch, head * 2, row, row_end, SIZE, ROWS, COLS, BULK, WIDEN, col)
         x1 = load_tile(src, strides, batch, head * 2 + 1, row, row_end, SIZE, ROWS, COLS, BULK, WIDEN, col)
@@ -75,8 +77,8 @@ def _add_rest(a, b, rest, PARTS: tl.constexpr):
 
 @triton.jit
 def add_parts(a, b, acc, rest, PARTS: tl.constexpr, LONG: tl.constexpr):
-    """``acc + a b``: the large product of the parts goes to ``acc``, the others to ``rest``. A tensor core does not round what it adds
-    but cuts it off; a LONG sum of three parts is added up outside."""
+    """``acc + a b``: the large product of the parts goes to ``acc``, the others to ``rest``. A tensor core does not round a sum but
+    cuts it off, each time: a LONG sum of three parts is added up outside."""
     rest = _add_rest(a, b, rest, PARTS)
     if LONG and PARTS == 3:
         acc += tl.dot(a[0], b[0])
@@ -109,19 +111,10 @@ def dot_t(a, b, PRECISION: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def dot_add(a, b, acc, PRECISION: tl.constexpr, PARTS: tl.constexpr, DIRECT: tl.constexpr):
+def dot_add(a, b, acc, PRECISION: tl.constexpr, PARTS: tl.constexpr):
     """``acc + a b`` of a float32 tile and a tile or its parts."""
     if PARTS == 1:
         return tl.dot(a, b, acc, input_precision=PRECISION)
-    elif PARTS == 0:
-        bits = a.to(tl.uint32, bitcast=True) + 0x1000
-        a = bits.to(tl.float32, bitcast=True)
-        a = tl.reshape(a, (a.shape[0], a.shape[1] // 8, 4, 2))
-        a = tl.reshape(tl.permute(a, (0, 1, 3, 2)), (a.shape[0], a.shape[1] * 8))
-        return tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
-    elif DIRECT:
-        a = split(a, b[0], PARTS)
-        return tl.dot(a[0], b[0], _add_rest(a, b, acc, PARTS))
     else:
         return acc + product(split(a, b[0], PARTS), b, PARTS, False)
 
@@ -162,6 +155,45 @@ def _split_kernel(
     for part in tl.static_range(PARTS):
         rounded = x.to(tl.bfloat16).to(tl.float32)
         # The largest numbers must not round up to infinity, and what is infinite has no rest.
-        rounded = tl.where(tl.abs(rounded) == float("inf"), (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True), rounded)
+        cut = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(rounded) == float("inf"), cut, rounded)
         tl.store(ptrs + part * dst_strides[1], rounded.to(dst.dtype.element_ty), mask=inside)
         x = tl.where(tl.abs(x) == float("inf"), 0.0, x - rounded)
+
+
+@triton.jit
+def in_turn(x):
+    """The columns of a tile, each eight of them in the order 0 2 4 6 1 3 5 7."""
+    eights = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 4, 2))
+    return tl.reshape(tl.permute(eights, (0, 1, 3, 2)), (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def to_tf32(x):
+    """The nearest number of 11 bits, which is all that a tensor core reads of an operand: it would cut off the others. NaN is lost."""
+    bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_turned(p, v, v_strides, batch, head, row, acc, ROWS: tl.constexpr, COLS: tl.constexpr, col, PRECISION: tl.constexpr):
+    """``acc + p v`` where ``v`` describes what ``_turn_kernel`` wrote. The sum of a row's p keeps a NaN that ``to_tf32`` loses."""
+    v_tile = v.load([batch, head, col, row]).reshape([COLS, ROWS])
+    return tl.dot(in_turn(to_tf32(p)), tl.trans(v_tile), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=("heads", "rows", "blocks"))
+def _turn_kernel(
+    src, dst, src_strides, dst_strides, heads, rows, blocks,
+    FLAT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A tensor transposed for ``dot_turned``, its rows rounded up to eights with zeros. Grid: tiles of rows x heads x batch."""
+    block, head, batch = schedule(blocks, heads, False, FLAT)
+    x = load_tile(src, src_strides, batch, head, block * ROWS, rows, SIZE, ROWS, COLS, False, False)
+    # [COLS, ROWS]
+    x = in_turn(tl.trans(tl.where(x == x, to_tf32(x), x)))
+    offs_m = block * ROWS + tl.arange(0, ROWS)
+    offs_d = tl.arange(0, COLS)
+    at = batch.to(tl.int64) * dst_strides[0] + head.to(tl.int64) * dst_strides[1]
+    ptrs = dst + at + offs_d.to(tl.int64)[:, None] * dst_strides[2] + offs_m[None, :]
+    tl.store(ptrs, x, mask=(offs_d[:, None] < SIZE) & (offs_m[None, :] < (rows + 7) // 8 * 8))

@@ -47,7 +47,7 @@ def _streamed(
         if PARTS == 1:
             acc = tl.dot(a_tile, tl.trans(b_tile), acc, input_precision=PRECISION)
         else:
-            acc, rest = add_parts(a_tile, transposed(b_tile, PARTS), acc, rest, PARTS, False)
+            acc, rest = add_parts(a_tile, transposed(b_tile, PARTS), acc, rest, PARTS, SIZE > 128)
     return joined(acc, rest, PARTS)
 
 

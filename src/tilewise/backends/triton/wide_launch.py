@@ -31,7 +31,7 @@ def _constants(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
     _, _, options = _settings(problem, config.weights, "weights")
     names = ("HAS_UPPER", "HAS_LOWER", "BLOCK_M", "BLOCK_N", "PRECISION", "BULK", "WIDEN", "enable_fp_fusion")
-    return {**{name: options[name] for name in names}, "PARTS": parts_of(problem, "wide")}
+    return {**{name: options[name] for name in names}, "PARTS": parts_of(problem, "kept")}
 
 
 def _blocks(problem: Problem, config: WideConfig) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def _weights(
         *(*masked, score, first, heads_q, x.heads_kv),
         *(*others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks),
     )
-    own = {"KEPT": parts_of(x, "wide"), "PARTS": parts_of(x, "weights"), "NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
+    own = {"KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights"), "NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
     grid = (m_blocks * n_blocks, heads, 1)
@@ -85,7 +85,7 @@ def launch_weights(
 ) -> Launch:
     """``p`` and ``ds`` [1, kept query heads, queries, keys] from the head of keys ``first`` on; None is not made."""
     kept = next(t for t in (p, ds) if t is not None)
-    plan = _weights(problem, config, first, kept.shape[1] // parts_of(problem, "wide"), p is not None, ds is not None, mask, tensors)
+    plan = _weights(problem, config, first, kept.shape[1] // parts_of(problem, "kept"), p is not None, ds is not None, mask, tensors)
     return plan.launch(q, k, v, do, pivots, delta, kept if p is None else p, kept if ds is None else ds)
 
 
@@ -131,7 +131,7 @@ def launch_columns(
     mask: Masked | None = None,
 ) -> Launch:
     """``out = scale kept^T rows`` (dk, dv) if ``keys_resident``, else ``scale kept rows`` (dq), for the heads that are kept."""
-    heads = kept.shape[1] // parts_of(problem, "wide")
+    heads = kept.shape[1] // parts_of(problem, "kept")
     plan = _columns(problem, config, walk, first, heads, out.shape[-1], scale, keys_resident, mask)
     return plan.launch(kept, rows, out)
 
@@ -153,11 +153,11 @@ def run(
 
     x, config, count = problem, config_of(problem), units_kept(problem)
     q, k, v, do, *others = given
-    parts, dtype = parts_of(x, "wide"), q.dtype
+    parts, dtype = parts_of(x, "kept"), q.dtype
     if parts > 1:
         whole = parts_of(x, "weights") == 1
-        q, k, do = (split_of(x, t, parts) for t in (q, k, do))
-        given, dtype = given if whole else (q, k, split_of(x, v, parts), do, *others), q.dtype
+        q, k, do = (split_of(t, parts) for t in (q, k, do))
+        given, dtype = given if whole else (q, k, split_of(v, parts), do, *others), q.dtype
     by_rows = _mask(x, tensors, config.weights)
     by_keys = None if dk is None and dv is None else _mask(x, tensors, config.weights, transposed=True)
     m_blocks, n_blocks = _blocks(x, config)
