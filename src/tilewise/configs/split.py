@@ -1,7 +1,8 @@
 """Whether float32 operands are brought into another form before their products (``backends/triton/split.py``), and into which.
 
-It pays where a tensor core multiplies bfloat16 faster than the products of TF32 that it stands for, and where copies of the operands
-(6 bytes an element with three parts, 4 otherwise) are made quickly beside the products: on sm_90, from some length on.
+It pays where a tensor core multiplies bfloat16 faster than the TF32 products that it stands for, and where copies of the operands
+(6 bytes an element with three parts, 4 otherwise) are made quickly beside the products: on sm_90, from some length on. A processor
+that is not in ``_LEAST`` multiplies operands as they are: by three TF32 products, or by one.
 """
 
 from __future__ import annotations

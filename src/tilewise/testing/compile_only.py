@@ -196,9 +196,10 @@ def _launch_copies(problem: Problem, t: dict[str, torch.Tensor]) -> dict[str, An
     from ..backends.triton import split_launch
 
     found: dict[str, Any] = {}
-    for name, parts in (("split", parts_of(problem, "fwd")), ("split_kept", parts_of(problem, "kept"))):
+    for name, pass_ in (("split", "fwd"), ("split_kept", "kept")):
+        parts = parts_of(problem, pass_)
         if parts > 1:
-            found[name] = Config(16, 16, 8, 3), split_launch.launch_split(t["q"], _parts(problem, t["q"], "fwd" if name == "split" else "kept"), parts)
+            found[name] = Config(16, 16, 8, 3), split_launch.launch_split(t["q"], _parts(problem, t["q"], pass_), parts)
     if turned(problem):
         found["turn"] = Config(16, 16, 8, 3), split_launch.launch_turn(t["v"], _columns(problem, t["v"]))
     return found
@@ -227,7 +228,8 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     p, tile = problem, config.weights
     t, tensors = _tensors(p), _operands(p)
     sides = [_masked(p, tensors, name, tile) for name in ("dq", "dk")]
-    shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *(-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n))))
+    sizes = (-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n)))
+    shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *sizes)
     dtype = t["q"].dtype if parts_of(p, "kept") == 1 else torch.bfloat16
     kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=dtype)
     given = (*(_parts(p, t[name], "weights") for name in ("q", "k", "v", "do")), t["pivots"], t["delta"], kept, kept)

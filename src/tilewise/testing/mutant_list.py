@@ -467,8 +467,8 @@ _BACKWARD = (
         "stale_value_tile_in_dq",
         "dp of the tile before",
         BWD,
-        "        v_tile = load_parts(v, v_strides, batch, head_kv, start_n,",
-        "        v_tile = load_parts(v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0),",
+        "        v_tile = load_tile(v, v_strides, batch, head_kv, start_n,",
+        "        v_tile = load_tile(v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0),",
         ("odd_scale",),
     ),
     Mutant(

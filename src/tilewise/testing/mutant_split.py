@@ -24,7 +24,7 @@ SPLIT_MUTANTS: tuple[Mutant, ...] = (
         SPLIT,
         "return x0.to(like.dtype), x1.to(like.dtype), x2.to(like.dtype)",
         "return x0.to(like.dtype), x1.to(like.dtype), (x2 * 0.0).to(like.dtype)",
-        ("split_causal",),
+        ("thin_window", "split_causal"),
     ),
     Mutant(
         "split_cross_product_lost",
@@ -56,7 +56,7 @@ SPLIT_MUTANTS: tuple[Mutant, ...] = (
         SPLIT,
         "x = tl.where(tl.abs(rest) < float(\"inf\"), rest, 0.0)",
         "x = x * 0.0",
-        ("split_kept", "tf32_kept"),
+        ("tf32_kept", "split_kept"),
     ),
     Mutant(
         "split_part_of_another_head",

@@ -77,7 +77,9 @@ def _fwd_tiles(
             acc = dot_turned(p, v, v_strides, batch, head_kv, start_n, acc, BLOCK_N, BLOCK_DV, col, PRECISION)
         else:
             # [BLOCK_N, BLOCK_DV]
-            v_tile = load_parts(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col)
+            v_tile = load_parts(
+                v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col
+            )
             acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, PARTS)
     return acc, l_i, m_i
 

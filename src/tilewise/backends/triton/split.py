@@ -1,15 +1,19 @@
 """float32 operands in the form that tensor cores multiply fastest: bfloat16 parts, or a transposed copy for TF32.
 
-Three parts of a float32 number hold it (8 bits of mantissa each): ``x = x0 + x1 + x2``. A product of two numbers is then nine products,
-of which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1 + a1 b0 + a1 b1 + a0 b2 + a2 b0``. Two parts
-hold 16 bits and leave three products, more exact than TF32, which reads 11 bits of an operand.
+Three parts of a float32 number hold it (8 bits of mantissa each): ``x = x0 + x1 + x2``. A product of two numbers is then nine, of
+which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1 + a1 b0 + a1 b1 + a0 b2 + a2 b0``. Two parts hold
+16 bits and leave three products, more exact than TF32, which reads 11 bits of an operand.
 
-``_split_kernel`` writes the parts of q, k, v and do once for a pass; kernels read part i of head h as head ``h * PARTS + i``. What a
-kernel makes itself (p, ds) is split in registers. PARTS = 1 stands for whole operands, and the code is what it would be without this file.
+``_split_kernel`` writes the parts of q, k, v and do once for a pass; kernels read part i of head h as head ``h * PARTS + i``. What
+a kernel makes itself (p, ds) is split there. PARTS = 1 stands for whole operands: the code is then what it was without parts.
 
-A warpgroup multiplies TF32 operands only if both lie along the dim of the sum, which v does not in ``p v``. If TURNED, ``_turn_kernel``
-has written v as columns, in each eight keys in the order 0 2 4 6 1 3 5 7: that in which a thread that holds keys 2 a and 2 a + 1 of
-the scores is to hold them as an operand, so that p stays in its registers.
+The parts of infinity are itself and zeros. Small products that are not finite count for nothing (``finite_or_zero``), so that a key
+of -inf has the weight 0; only in ``p v``, where nothing asks, is a column of v that holds infinity NaN in o, and not infinity. Below
+2^-109 the last part is rounded to what bfloat16 can hold, 2^-133.
+
+A warpgroup multiplies TF32 operands only if both lie along the dim of the sum, which v does not in ``p v``. If TURNED,
+``_turn_kernel`` has written v as columns, in each eight keys in the order 0 2 4 6 1 3 5 7: that in which a thread that holds keys
+2 a and 2 a + 1 of the scores is to hold them as an operand, so that p stays in its registers.
 """
 
 import triton
@@ -170,7 +174,7 @@ def in_turn(x):
 
 @triton.jit
 def to_tf32(x):
-    """The nearest number of 11 bits, which is all that a tensor core reads of an operand: it would cut off the others. NaN is lost."""
+    """The nearest number of 11 bits: a tensor core reads no more of an operand, and would cut off the others. NaN is lost."""
     bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
     return bits.to(tl.float32, bitcast=True)
 

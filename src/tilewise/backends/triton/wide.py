@@ -105,8 +105,8 @@ def _weights_kernel(
         ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
     p = tl.where(ok, p, 0.0)
     width = n_blocks * BLOCK_N
+    first_at = (local * KEPT * m_blocks * BLOCK_M + start_m).to(tl.int64) * width + start_n
     plane = (m_blocks * BLOCK_M).to(tl.int64) * width
-    first_at = local * KEPT * plane + start_m.to(tl.int64) * width + start_n
     at = tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
     if NEED_P:
         store_parts(p_ptr + first_at + at, operand(p, DTYPE, WIDEN), plane, KEPT)

@@ -61,7 +61,8 @@ def _weights(
         *(*masked, score, first, heads_q, x.heads_kv),
         *(*others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks),
     )
-    own = {"KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights"), "NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
+    own = {"NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
+    own |= {"KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights")}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
     grid = (m_blocks * n_blocks, heads, 1)
@@ -85,7 +86,8 @@ def launch_weights(
 ) -> Launch:
     """``p`` and ``ds`` [1, kept query heads, queries, keys] from the head of keys ``first`` on; None is not made."""
     kept = next(t for t in (p, ds) if t is not None)
-    plan = _weights(problem, config, first, kept.shape[1] // parts_of(problem, "kept"), p is not None, ds is not None, mask, tensors)
+    heads = kept.shape[1] // parts_of(problem, "kept")
+    plan = _weights(problem, config, first, heads, p is not None, ds is not None, mask, tensors)
     return plan.launch(q, k, v, do, pivots, delta, kept if p is None else p, kept if ds is None else ds)
 
 
