@@ -8,7 +8,7 @@ which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1
 a kernel makes itself (p, ds) is split there. PARTS = 1 stands for whole operands: the code is then what it was without parts.
 
 The parts of infinity are itself and zeros. Small products that are not finite count for nothing (``finite_or_zero``), so that a key
-of -inf has the weight 0; only in ``p v``, where nothing asks, is a column of v that holds infinity NaN in o, and not infinity. Below
+of -inf has the weight 0; only in ``p v``, where nothing asks, a column of v that holds infinity is NaN in o, not infinity. Below
 2^-109 the last part is rounded to what bfloat16 can hold, 2^-133.
 
 A warpgroup multiplies TF32 operands only if both lie along the dim of the sum, which v does not in ``p v``. If TURNED,
