@@ -24,7 +24,7 @@ from ..api import attention
 from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
-from .gauntlet import GAUNTLET
+from .gauntlet import GAUNTLET, entry
 from .mutant_drop import DROP_MUTANTS
 from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
@@ -149,6 +149,8 @@ def _runs(mutant: Mutant) -> list[list[str]]:
     """The entries that should kill it first, then all others; for an equivalent mutant only those that come nearest."""
     # Halves of the keys have bounds of their own, but no tensors.
     runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not (e.returns or e.build().spec.terms))]
+    if mutant.backend != "triton":
+        runs = [name for name in runs if entry(name).precision is None]
     if mutant.backend.startswith("jvp "):
         runs = [e.name for e in JVP_ENTRIES]
     rest = [] if mutant.equivalent else [name for name in runs if name not in mutant.killers]

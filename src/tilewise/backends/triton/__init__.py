@@ -291,6 +291,7 @@ def launch_fwd(
     kept: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
 ) -> Launch:
+    """``q``, ``k`` and ``v`` are what ``forward_operands`` makes of those of a call."""
     return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
 
 
