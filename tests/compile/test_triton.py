@@ -63,6 +63,8 @@ SPILL = {
     ("sm_90", CAUSAL_256, "dk"): 256,
     ("sm_90", SINGLE_64, "dq"): 640,  # float32 operands take registers twice over for their three products
     ("sm_90", SINGLE_64, "dkdv"): 2816,
+    ("sm_90", SPLIT_64, "dq"): 640,
+    ("sm_90", SPLIT_64, "dkdv"): 2816,
     ("sm_100", WINDOW_128, "dkdv"): 128,
     ("sm_120", CAUSAL_64, "dkdv"): 448,
     ("gfx942", DOCUMENTS_128, "fwd"): 384,
@@ -158,8 +160,8 @@ LOOP = {
     (SPLIT_TERMS_128, "fwd"): 1400,
     (TF32_128, "fwd"): 760,
     (TF32_128, "weights"): 100,
-    (TF32_128, "dv"): 175,
-    (TF32_128, "dq"): 175,
+    (TF32_128, "dv"): 200,
+    (TF32_128, "dq"): 200,
 }
 
 

@@ -66,8 +66,9 @@ def config_of(problem: Problem) -> WideConfig:
 def units_kept(problem: Problem) -> int:
     """Of how many heads of keys (of all batches) weights are kept at a time; 0: they are not kept.
 
-    They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB: all heads at once up to
-    2,048 keys at 512 columns, a part of them beyond, and none where not even one fits.
+    They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB, and half as much again where
+    they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, and none where not even
+    one fits.
     """
     p = problem
     if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
@@ -80,7 +81,7 @@ def units_kept(problem: Problem) -> int:
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
     room = _COPIES[operand_bytes(p, "kept")] * 4 * p.batch * p.heads_q * rows * p.head_dim
     if p.arch.kind != "cpu":
-        room = max(room, _FLOOR)
+        room = max(room, _FLOOR * operand_bytes(p, "kept") // p.itemsize)
     # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
     least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
     return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "kept"))))
