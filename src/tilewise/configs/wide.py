@@ -66,8 +66,8 @@ def config_of(problem: Problem) -> WideConfig:
 def units_kept(problem: Problem) -> int:
     """Of how many heads of keys (of all batches) weights are kept at a time; 0: they are not kept.
 
-    They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB, and half as much again where
-    they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, none where not one fits.
+    They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB, and half as much again
+    where they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, none where not one fits.
     """
     p = problem
     if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
