@@ -41,6 +41,7 @@ def _gradients(row: Capability) -> str:
     if not row.gradients:
         return "none: forward only"
     text = ", ".join(f"d{GRADIENTS[letter]}" for letter in row.gradients)
+    text += f" (of bounds only at {dims_text(row.plain_gradients)})" if row.plain_gradients else ""
     return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 
@@ -56,7 +57,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         ", ".join(("o", "lse", *row.returns)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",
-        "yes" if row.deterministic else "no",
+        "yes" if row.always_deterministic else "if asked to be",
         "quadratic" if row.quadratic else "linear",
         "yes" if row.auto else "when named",
     )

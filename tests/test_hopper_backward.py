@@ -16,9 +16,10 @@ from test_hopper_walk import WARPS, Barrier
 from tilewise.arch import Runtime
 from tilewise.backends.walk import queries_of_consumer, queries_of_program, tiles_of_consumer, tiles_of_program
 from tilewise.bodies import allowed
-from tilewise.configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, illegal, padded_rows
+from tilewise.configs.hopper_backward import DKDV, DQ, KeysConfig, QueriesConfig, illegal, in_chunks, padded_rows
 from tilewise.problem import Problem
 from tilewise.spec import Spec
+from tilewise.testing.compile_hopper_backward import words
 
 ROWS = 64
 CONFIGS = [(d, config) for table in (DKDV, DQ) for d, configs in table.items() for config in configs]
@@ -34,7 +35,7 @@ def _draw(rng, head_dim=64, longest=450):
     )
     seqlen_q, seqlen_k = (rng.choice([rng.randrange(1, longest), 64 * rng.randrange(1, longest // 64)]) for _ in range(2))
     heads_kv = rng.choice([1, 2])
-    text = f"heads={heads_kv * rng.choice([1, 2, 3])}/{heads_kv} seqlen={seqlen_q}x{seqlen_k} head_dim={head_dim} arch=sm_90"
+    text = f"heads={heads_kv * rng.choice([1, 2, 3])}/{heads_kv} seqlen={seqlen_q}x{seqlen_k} head_dim={words(head_dim)} arch=sm_90"
     return dataclasses.replace(Problem.parse(text, software=Runtime((3, 9))), spec=mask)
 
 
@@ -218,7 +219,7 @@ class KeysProgram(Program):
 
 
 class Dkdv(KeysProgram):
-    """``bwd.py``: consumers of 64 keys each."""
+    """``bwd.py`` and ``bwd_chunks.py``: consumers of 64 keys each."""
 
     def processes(self):
         consumers = self.config.block_n // ROWS
@@ -283,13 +284,14 @@ class Dkdv(KeysProgram):
 
 
 class Dkdv256(KeysProgram):
-    """``bwd256.py``: one group makes p and dv, the other dk."""
+    """``bwd256.py`` and ``bwd_chunks_pair.py``: one group makes p and dv, the other dk."""
 
     def processes(self):
         readers = 2 * WARPS if self.need_dk or self.fault == "counts a group that is idle" else WARPS
         self.q = self.ring(self.config.stages, 1, readers)
         self.do = self.ring(self.config.stages, 1, readers)
         self.handed = self.ring(self.config.p_slots, WARPS, WARPS, parts=WARPS)
+        self.finished = 0
         groups = [group(w) for group in (self.value_warp, self.key_warp) for w in range(WARPS)]
         return [self.feeder(), *groups]
 
@@ -357,6 +359,10 @@ class Dkdv256(KeysProgram):
                 self.do.check(step + 1, dp)
                 self.do.release(step + 1)
             self.attended.append(("key", *here))
+        self.finished += 1
+        yield lambda: self.finished == WARPS  # the warpgroup meets before it writes
+        if in_chunks(self.p):  # dk goes to memory through the first slot of queries, which both groups have read
+            self.q.tags[0] = ["dk"]
 
     def expected(self):
         groups = ["value", "key"] if self.need_dk else ["value"]
@@ -364,7 +370,7 @@ class Dkdv256(KeysProgram):
 
 
 class Dq(Program):
-    """``bwd_dq.py``: consumers of 64 queries each, and a producer that walks the keys from the last tile to the first."""
+    """``bwd_dq.py``, ``bwd_dq_chunks.py``: consumers of 64 queries each; a producer walks the keys from the last tile on."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -467,7 +473,7 @@ def _launch(problem, config, rng, **options):
 
 @pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
 def test_every_tile_is_attended_without_deadlock(head_dim, config):
-    rng = random.Random(head_dim)
+    rng = random.Random(str(head_dim))
     needs = [(True, True), (True, False), (False, True)] if isinstance(config, KeysConfig) else [(True, True)]
     for need_dk, need_dv in needs:
         for _ in range(8):
@@ -504,9 +510,11 @@ def test_the_model_can_fail(kind, fault):
 
 @pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
 def test_every_config_is_legal(head_dim, config):
-    problem = Problem.parse(f"seqlen=64 head_dim={head_dim} arch=sm_90", software=Runtime((3, 9)))
+    problem = Problem.parse(f"seqlen=64 head_dim={words(head_dim)} arch=sm_90", software=Runtime((3, 9)))
     assert illegal(problem, config) is None
     too_wide = dataclasses.replace(config, block_n=96)
     assert "block_n" in illegal(problem, too_wide)
-    hungry = {"stages": 9} if isinstance(config, KeysConfig) else {"k_stages": 30}
-    assert "shared memory" in illegal(problem, dataclasses.replace(config, **hungry, block_m=128))
+    hungry = {"stages": 30} if isinstance(config, KeysConfig) else {"k_stages": 30}
+    assert "shared memory" in illegal(problem, dataclasses.replace(config, **hungry))
+    if in_chunks(problem):
+        assert "block_m" in illegal(problem, dataclasses.replace(config, block_m=192))

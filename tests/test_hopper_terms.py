@@ -8,12 +8,25 @@ import torch
 
 from tilewise.arch import Runtime
 from tilewise.capabilities import CAPABILITIES, refuse
-from tilewise.configs.hopper import CHOICES, LISTED, PICKED, illegal, lookup, packs, shared_memory, softcap_bounds, suits_guard
-from tilewise.configs.hopper_backward import DKDV, DQ, heads_kept, lookup_dkdv, lookup_dq
+from tilewise.configs.hopper import (
+    CHOICES,
+    LISTED,
+    PICKED,
+    Ways,
+    illegal,
+    lookup,
+    packs,
+    shared_memory,
+    softcap_bounds,
+    suits_guard,
+    ways,
+)
+from tilewise.configs.hopper_backward import CAPPED, DKDV, DQ, SMALL_TILES, fuses, heads_kept, in_chunks, lookup_dkdv, lookup_dq
 from tilewise.configs.hopper_backward import illegal as illegal_part
 from tilewise.problem import Problem
 from tilewise.select import choose
 from tilewise.testing.calls import fit, random_call
+from tilewise.testing.large import HASTY
 from tilewise.testing.terms import draw_terms
 
 ROW = next(row for row in CAPABILITIES if row.backend == "hopper")
@@ -76,7 +89,7 @@ def test_every_config_that_is_picked_is_legal(pair, mask, dtype):
     config = lookup(problem)
     assert config in (*CHOICES[pair][: PICKED[pair]], *LISTED.values())
     assert illegal(problem, config) is None
-    if pair[0] == pair[1] and pair[0] in DKDV:
+    if not in_chunks(problem):
         assert illegal_part(problem, lookup_dkdv(problem)) is None
         assert illegal_part(problem, lookup_dq(problem)) is None
         assert lookup_dkdv(problem) in DKDV[pair[0]]
@@ -118,6 +131,48 @@ def test_a_ramp_needs_memory_beside_each_tile_of_keys():
     assert shared_memory(ramp, config) - shared_memory(plain, config) == config.block_n * 16 * 2
 
 
+def test_ways_are_those_of_one_score_step():
+    none = Ways()
+    for mask in ("causal", "causal,sink", "causal,softcap:50,alibi", "causal,alibi,softcap:50"):
+        assert ways(_problem(f"{LONG} mask={mask}")) == none
+    assert ways(_problem(f"{LONG} mask=causal,alibi,sink")).lean
+    assert ways(_problem(f"{LONG} mask=causal,softcap:50,sink")).turns
+    assert ways(_problem("seqlen=300 head_dim=64 mask=causal,softcap:50 arch=sm_90")) == none
+
+
+def test_only_hasty_kernels_take_ways():
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends import hopper
+
+    problem = _problem(f"{LONG} mask=causal,alibi")
+    hasty, redo = (hopper._fwd(problem, lookup(problem), form).options for form in ("hasty", "redo"))
+    assert (hasty["LEAN"], hasty["RAMP"], hasty["EARLY"]) == (True, False, True)
+    assert (redo["LEAN"], redo["RAMP"], redo["EARLY"]) == (False, True, False)
+
+
+@pytest.mark.parametrize("batch, heads, length, head_dim", HASTY)
+def test_long_calls_of_the_check_reach_the_hasty_kernels(batch, heads, length, head_dim):
+    for mask in ("causal,softcap:12", "causal,alibi"):
+        problem = _problem(f"batch={batch} heads={heads} seqlen={length} head_dim={head_dim} mask={mask} arch=sm_90")
+        assert lookup(problem).guarded
+
+
+def test_a_softcap_alone_is_fused_in_the_backward_pass_and_has_tiles_of_its_own():
+    for mask, dtype, fused in (
+        ("causal,softcap:50,sink", "bfloat16", True),
+        ("causal,softcap:50", "float16", False),
+        ("causal,softcap:50,alibi", "bfloat16", False),
+        ("causal", "bfloat16", False),
+    ):
+        problem = _problem(f"seqlen=300 head_dim=128 mask={mask} arch=sm_90 dtype={dtype}")
+        assert fuses(problem) == fused
+        if "softcap" in mask:
+            assert lookup_dq(problem) == DQ[128][(CAPPED if fused else SMALL_TILES)[128]]
+    listed = _problem("seqlen=300 head_dim=128 mask=causal,softcap:50,segment arch=sm_90")
+    assert fuses(listed)
+    assert lookup_dq(listed) == DQ[128][SMALL_TILES[128]]
+
+
 # Numbers of the kernels
 
 
@@ -144,13 +199,15 @@ def test_all_forms_of_a_softcap_are_right(common, cap, scale):
     c, top, factor, reach, inverse = (torch.tensor(x) for x in common.cap_numbers(cap * LOG2_E, scale * LOG2_E))
     u = torch.linspace(-3.0, 3.0, 4001, dtype=torch.float64) * min(abs(cap / scale) if scale else 1.0, 1e4)
     want, x = cap * LOG2_E * torch.tanh(u * scale / cap), u.float()
-    near, middle = x.abs() <= reach / 2, x.abs() <= reach
+    nearest, near, middle = x.abs() <= reach / 6, x.abs() <= reach / 2, x.abs() <= reach
     far = 1.0 / (1.0 + torch.exp2(x * c * 2 * LOG2_E)) * (-2 * top) + top
-    got = torch.where(near, series(terms.NEAR, x, c, factor), torch.where(middle, series(terms.MIDDLE, x, c, factor), far)).double()
+    got = torch.where(near, series(terms.NEAR, x, c, factor), torch.where(middle, series(terms.MIDDLE, x, c, factor), far))
+    exp2_of = torch.where(nearest, series(terms.NEAREST, x, c, factor), got)  # what it takes exp2 of at once
     if scale and cap < 1e20:
-        assert 0 < int(near.sum()) < int(middle.sum()) < len(u)
-    error = (got - want).abs()
-    assert bool((error <= torch.where(middle, 1e-6 * want.abs() + 1e-30, 4e-7 * cap * LOG2_E)).all())
+        assert 0 < int(nearest.sum()) < int(near.sum()) < int(middle.sum()) < len(u)
+    for found in (got, exp2_of):
+        error = (found.double() - want).abs()
+        assert bool((error <= torch.where(middle, 1e-6 * want.abs() + 1e-30, 4e-7 * cap * LOG2_E)).all())
     assert math.isclose(float(c) * cap, scale, rel_tol=1e-6, abs_tol=1e-30)
     assert math.isclose(float(inverse) * float(top), 1.0, rel_tol=1e-6)
 
@@ -186,6 +243,38 @@ def test_a_plain_call_has_no_arguments_of_terms(common):
     problem = _problem("seqlen=300 head_dim=64 mask=causal arch=sm_90")
     assert common.term_numbers(problem, NO_TENSORS) == (None,) * 4
     assert common.term_options(problem) == {"STEPS": (), "RAMP": False, "HAS_SINK": False, "LISTED": False}
+
+
+@pytest.mark.parametrize("slope", [2.0**-8, 0.7317, 2.5])
+def test_alibi_in_the_exponents_keeps_the_sums(slope):
+    """The arithmetic of ``hasty.leaning`` in float32 over the tiles of 64 rows, and the reference that two rows share."""
+    rows, block, tiles = 64, 128, 4
+    torch.manual_seed(1)
+    first_row = block * (tiles - 1)
+    scores = torch.randn(rows, block * tiles) * 16
+    slope2, scale2 = torch.tensor(slope * LOG2_E), torch.tensor(0.0884 * LOG2_E)
+    i, j = torch.arange(first_row, first_row + rows)[:, None], torch.arange(block * tiles)[None, :]
+    seen = j <= i
+    want = torch.logsumexp((scores.double() * 0.0884 + slope * (j - i)).masked_fill(~seen, -math.inf), 1)
+
+    def leaning(n, pivot):
+        column = torch.arange(block)
+        even = (slope2.double() * (n * block - first_row + column // 2 * 2) - pivot.double()[:, None]).float()  # fused
+        number = torch.where(column % 2 == 0, even, even + slope2)
+        return (scores[:, n * block : (n + 1) * block].double() * scale2.double() + number.double()).float()
+
+    def hide(x, n):
+        return torch.where(seen[:, n * block : (n + 1) * block], x, -math.inf)
+
+    top = hide(leaning(tiles - 1, torch.zeros(rows)), tiles - 1).amax(1).view(4, 2, 8)
+    pivot = top.amax(1, keepdim=True).expand_as(top).reshape(rows)
+    sums = sum(torch.exp2(hide(leaning(n, pivot), n)).double().sum(1) for n in range(tiles))
+    top = (pivot.double() - slope2.double() * torch.arange(rows)).float()  # fused, too
+    lse = (top + torch.log2(sums).float()).double() / LOG2_E
+    assert bool((sums > 2.0**-32).all())  # no row raises the flag
+    error = (lse - want).abs()
+    assert float(error.max()) < 4e-6
+    assert float(error.square().mean().sqrt()) < 1e-6
 
 
 def test_a_product_of_three_parts_adds_alibi():

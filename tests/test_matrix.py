@@ -77,6 +77,12 @@ def test_every_backend_takes_something_and_every_limit_refuses_something():
             other = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
             assert [r.code for r in refuse(c, other)] == ["gradient"]
             assert not refuse(c, dataclasses.replace(other, grad=""))
+        for head_dim, head_dim_v in c.plain_gradients:
+            other = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v, grad="qkv")
+            capped = dataclasses.replace(other, spec=Spec(score=("softcap:3.0",)))
+            assert not refuse(c, other)
+            assert [r.code for r in refuse(c, capped)] == ["gradient"]
+            assert not refuse(c, dataclasses.replace(capped, grad=""))
 
 
 # Kernels that keep nothing hold whole rows of such heads, which a small processor has no room for.

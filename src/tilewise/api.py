@@ -34,19 +34,27 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
     if spec.returns:
         raise InvalidInput(f"spec has returns={spec.returns!r}, which the functions set themselves: call the one that returns it.")
+    if spec.deterministic is not None:
+        raise InvalidInput(f"spec has deterministic={spec.deterministic}, which is an argument of attention: give it there.")
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
 
 
-_WITHOUT_WINDOW = {False: str(spec_of(False, None, None)), True: str(spec_of(True, None, None))}
+def _with_mode(spec: Spec, deterministic: bool | None) -> Spec:
+    return spec if deterministic is None else dataclasses.replace(spec, deterministic=deterministic)
 
 
-def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, align: str | None) -> str:
+_WITHOUT_WINDOW = {
+    (causal, mode): str(_with_mode(spec_of(causal, None, None), mode)) for causal in (False, True) for mode in (None, False, True)
+}
+
+
+def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, align: str | None, deterministic: bool | None) -> str:
     """The string of the spec of these arguments, kept for those without a window."""
     if window is None and align is None and (causal is False or causal is True):
-        return _WITHOUT_WINDOW[causal]
-    return str(spec_of(causal, window, align))
+        return _WITHOUT_WINDOW[causal, deterministic]
+    return str(_with_mode(spec_of(causal, window, align), deterministic))
 
 
 def _returning(name: str, spec: Spec, wanted: object) -> Spec:
@@ -97,6 +105,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -115,6 +124,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -133,6 +143,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -151,6 +162,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -168,6 +180,7 @@ def attention(
     precision: str | None = None,
     backend: str = "auto",
     spec: Spec | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact softmax attention, computed on tiles.
 
@@ -192,6 +205,9 @@ def attention(
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
         spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
+        deterministic: must the gradients have the same bits on every run? ``None`` (the default): if
+            ``torch.use_deterministic_algorithms`` is on when they are computed. ``False``: no, whatever is faster. It makes a
+            difference on the ``hopper`` backend only; the others are always deterministic, and take False as well.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
@@ -209,7 +225,8 @@ def attention(
     largest score), with a backward pass through the primal outputs beside them; second derivatives are refused. Under
     ``torch.autocast`` q, k and v are cast to the autocast dtype unless they are float64, as PyTorch's own attention does.
 
-    Deterministic: forward and backward give the same bits on every run of one configuration on one device.
+    Deterministic: the forward pass gives the same bits on every run of one configuration on one device, and so does the backward
+    pass, but for a kernel of the ``hopper`` backend that adds dq up in memory in any order: ``deterministic`` says whether it may.
 
     Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips), 3.5 times that backward and 3
     times that for o, lse and their forward-mode derivatives in one pass.
@@ -222,10 +239,14 @@ def attention(
     """
     plain = is_plain(q, k, v)
     tensors, bare = NO_TENSORS, True
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise InvalidInput(
+            f"deterministic must be True, False or None, got {deterministic!r} of type {type(deterministic).__name__}."
+        )
     if plain and spec is None and return_max_logit is False:
-        mask = _known_mask(causal, window, align)
+        mask = _known_mask(causal, window, align, deterministic)
     else:
-        whole = _spec(causal, window, align, spec)
+        whole = _with_mode(_spec(causal, window, align, spec), deterministic)
         if return_max_logit is not False:
             whole, plain = _returning("max_logit", whole, return_max_logit), False
         tensors = whole.tensors

@@ -24,10 +24,11 @@ class Capability:
 
     ``auto`` says whether ``backend="auto"`` may pick it; ``quadratic`` whether its memory grows with the score matrix.
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
-    head_dim_v; ``forward_only`` are pairs without a gradient. ``bulk_only`` asks for tensors that a copy engine can read by
-    descriptor; ``gradients`` are the inputs that it can differentiate (letters of ``problem.GRADIENTS``), ``terms`` what it takes
-    of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what it can return besides o and lse (out of ``spec.RETURNS``);
-    ``jvp`` says whether it has forward-mode derivatives.
+    head_dim_v; ``forward_only`` are pairs without a gradient, ``plain_gradients`` those with gradients of specs without terms only.
+    ``bulk_only`` asks for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate
+    (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what
+    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
+    ``always_deterministic`` whether gradients have the same bits on every run even where a call does not ask for it.
     """
 
     backend: str
@@ -39,10 +40,11 @@ class Capability:
     triton: tuple[int, int] | None = None
     interpretable: bool = False
     min_compute_capability: int = 0
-    deterministic: bool = True
+    always_deterministic: bool = True
     archs: tuple[str, ...] | None = None
     head_dims: tuple[tuple[int, int], ...] | None = None
     forward_only: tuple[tuple[int, int], ...] = ()
+    plain_gradients: tuple[tuple[int, int], ...] = ()
     bulk_only: bool = False
     gradients: str = "qkv"
     jvp: bool = False
@@ -63,9 +65,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         triton=(3, 9),
         archs=("sm_90",),
         head_dims=((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
-        forward_only=((96, 96), (192, 128), (192, 192)),
+        plain_gradients=((96, 96), (192, 128), (192, 192)),
         bulk_only=True,
         gradients="qkvs",
+        always_deterministic=False,
         terms=("softcap", "alibi", "sink", "segment", "row"),
     ),
     Capability(
@@ -196,6 +199,9 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
         if pair in c.forward_only:
             have = f"none at head_dim {dims_text((pair,))}"
         no("gradient", f"a gradient of {', '.join(missing)} is asked for, it has {have}")
+    elif p.grad and p.spec.terms and pair in c.plain_gradients:
+        text = f"a gradient is asked for and the spec has {', '.join(p.spec.terms)}"
+        no("gradient", f"{text}, at head_dim {dims_text((pair,))} it has gradients of bounds only")
     if p.precision == "tf32" and p.arch.kind not in c.tf32_kinds:
         no("precision", f"precision='tf32' has no meaning for it on {p.arch.name}: leave precision at None")
     return reasons

@@ -74,11 +74,11 @@ SPILL = {
     ("sm_80", BIAS_64, "dbias"): 192,
     ("sm_90", SCORES_128, "dkdv"): 512,
     ("sm_100", BIAS_64, "fwd"): 64,
-    ("sm_120", SCORES_128, "dq"): 4480,  # 128 columns in 64 rows, and what a softcap and distances need besides
+    ("sm_80", SCORES_128, "fwd"): 32,  # 255 registers
+    ("sm_120", SCORES_128, "dq"): 2560,  # 128 columns in 64 rows, and what a softcap and distances need besides
     ("sm_120", SCORES_128, "dkdv"): 2688,
     ("sm_120", BIAS_64, "dbias"): 192,
     ("sm_120", BIAS_64, "dkdv"): 768,
-    ("gfx942", SCORES_128, "fwd"): 64,
     ("gfx942", SCORES_128, "dkdv"): 1024,
     ("sm_80", DROPOUT_128, "fwd"): 64,
     ("sm_90", DROPOUT_128, "dkdv"): 384,  # the words that decide on weights
@@ -123,9 +123,9 @@ LOOP = {
     (DOCUMENTS_128, "fwd"): 680,  # ids are compared in the masked loop
     (DOCUMENTS_128, "dq"): 580,
     (DOCUMENTS_128, "dkdv"): 710,
-    (SCORES_128, "fwd"): 1900,
-    (SCORES_128, "dq"): 1250,
-    (SCORES_128, "dkdv"): 1300,
+    (SCORES_128, "fwd"): 1680,
+    (SCORES_128, "dq"): 1010,
+    (SCORES_128, "dkdv"): 1200,
     (BIAS_64, "fwd"): 450,
     (BIAS_64, "dq"): 420,
     (BIAS_64, "dkdv"): 710,

@@ -86,13 +86,21 @@ def class_of(value: Any, specialised: bool = True) -> Any:
     return (width, value == 1, value % 16 == 0) if specialised else width
 
 
+@dataclass(frozen=True)
+class Again:
+    """An argument among the numbers of a plan: one more descriptor of its tensor number ``tile``, which copies another block."""
+
+    tile: int
+    block: tuple[int, ...]
+
+
 class _Tile:
-    """The part of a tensor descriptor that a launcher reads."""
+    """The part of a tensor descriptor that a launcher reads; ``tensor`` is the number of its tensor."""
 
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides", "tensor")
 
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
-        self.base, self.shape, self.strides = base, shape, strides
+    def __init__(self, base: Any, shape: list[int], strides: list[int], tensor: int):
+        self.base, self.shape, self.strides, self.tensor = base, shape, strides, tensor
         self.padding, self.round_f32_to_tf32 = "zero", False
 
 
@@ -113,7 +121,7 @@ class Plan:
         grid: the number of programs.
         blocks: for each of the first tensors, which are tiles, the block that its descriptor copies, or None: it goes as a pointer
             and its strides are passed. All of one sort.
-        numbers: the arguments after tensors and strides: numbers, None, and tuples of these.
+        numbers: the arguments after tensors and strides: numbers, None, tuples of these, and ``Again``.
         options: constants and launch options by name.
         descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
         layout: whatever else ``descriptor`` depends on; part of the key.
@@ -152,9 +160,12 @@ class Plan:
         tiles = tensors[: len(self.blocks)]
         if self._by_pointers:
             return (*tensors, *(t.stride() for t in tiles), *self.numbers)
-        make = self.descriptor
-        described = (make(t, list(t.shape), tile_strides(t), list(b)) for t, b in zip(tiles, self.blocks, strict=True))  # type: ignore[misc]
-        return (*described, *tensors[len(tiles) :], *self.numbers)
+
+        def made(t: torch.Tensor, block: Any) -> Any:
+            return self.descriptor(t, list(t.shape), tile_strides(t), list(block))  # type: ignore[misc]
+
+        numbers = (made(tensors[n.tile], n.block) if isinstance(n, Again) else n for n in self.numbers)
+        return (*(made(t, block) for t, block in zip(tiles, self.blocks, strict=True)), *tensors[len(tiles) :], *numbers)
 
     def launch(self, *tensors: torch.Tensor) -> Launch:
         """The launch as a value."""
@@ -220,8 +231,9 @@ def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
     if plan._by_pointers:
         values: list[Any] = [*tensors, *(t.stride() for t in tiles), *plan.numbers]
     else:
-        values = [_Tile(t, list(t.shape), tile_strides(t)) for t in tiles]
-        values += [*tensors[len(tiles) :], *plan.numbers]
+        made = [_Tile(t, list(t.shape), tile_strides(t), i) for i, t in enumerate(tiles)]
+        again = [made[n.tile] if isinstance(n, Again) else n for n in plan.numbers]
+        values = [*made, *tensors[len(tiles) :], *again]
     rest = [p.name for p in plan.kernel.params][len(values) :]
     if any(name not in plan.options for name in rest):
         return None
@@ -244,15 +256,21 @@ def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tens
     """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
     programs = (*grid, 1, 1)[:3]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    forms = [(v.shape, v.strides) if isinstance(v, _Tile) else None for v in values[:tensors]]
+    forms = [(v.shape, v.strides, v.tensor) if isinstance(v, _Tile) else None for v in values[:tensors]]
     after = values[tensors:]
+    again = [(i, v.tensor) for i, v in enumerate(after) if isinstance(v, _Tile)]
 
     def launch(stream: int, addresses: list[int]) -> None:
         sources = [
-            address if form is None else _Tile(_Address(address), *form)  # type: ignore[arg-type]
+            address if form is None else _Tile(_Address(address), *form)
             for address, form in zip(addresses, forms)  # noqa: B905 (they are as many)
         ]
-        run(*programs, stream, function, packed, None, None, None, *sources, *after)
+        rest = after
+        if again:
+            rest = after.copy()
+            for i, tensor in again:
+                rest[i] = sources[tensor]
+        run(*programs, stream, function, packed, None, None, None, *sources, *rest)
 
     return launch
 
@@ -315,7 +333,7 @@ def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[An
     maps = iter(direct.maps)
     for i, value in enumerate(values):
         if isinstance(value, _Tile):
-            slots.append((i, len(args), (*next(maps), value.shape, value.strides, 0)))
+            slots.append((value.tensor, len(args), (*next(maps), value.shape, value.strides, 0)))
             args += [None, *value.shape, *value.strides]
         elif i < tensors:
             slots.append((i, len(args), None))

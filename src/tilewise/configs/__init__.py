@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from ..problem import Problem
 from . import records
 from .split import operand_bytes, parts_of, turned
+from .tiles import chunks, padded
 
 __all__ = [
     "PASSES",
     "Config",
+    "chunks",
     "default_config",
     "forget",
     "illegal",
     "length_class",
     "lookup",
     "origin",
+    "padded",
     "shared_memory",
     "splits_dkdv",
 ]
@@ -32,6 +35,7 @@ __all__ = [
 PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads, and "jvp"
 
 
+IN_CHUNKS = ("fwd", "dkdv", "dk", "dv", "dq")  # passes that may take columns in two tiles
 KEYS_RESIDENT = ("dkdv", "dk", "dv")  # passes that hold a tile of keys and stream queries
 
 
@@ -50,11 +54,6 @@ class Config:
     split: int = 1
 
 
-def padded(size: int) -> int:
-    """The extent of a tile that holds ``size`` columns: a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def length_class(problem: Problem, pass_: str) -> str:
     """Coarse class of the streamed length: "short" (below 2,048), "medium" (below 8,192) or "long"."""
     length = problem.seqlen_q if pass_ in KEYS_RESIDENT else problem.seqlen_k
@@ -69,7 +68,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     """
     p, arch = problem, problem.arch
     itemsize = operand_bytes(p, pass_)
-    first, second = padded(p.head_dim) * itemsize, padded(p.head_dim_v) * itemsize
+    held, held_v = ((sum(chunks(n, config.split)) if pass_ in IN_CHUNKS else padded(n)) for n in (p.head_dim, p.head_dim_v))
+    first, second = held * itemsize, held_v * itemsize
     both = first + second
     # Where the columns of the result are split, the streamed tile is read in part, besides in whole if the scores need it so.
     read = {"fwd": first + second // config.split, "dv": first + second // config.split}.get(pass_, both)
@@ -117,10 +117,26 @@ def by_descriptor(problem: Problem, pass_: str, config: Config) -> bool:
 def splits_dkdv(problem: Problem) -> bool:
     """Must dk and dv be made by two passes? Beyond 128 columns their two float32 accumulators do not fit the registers.
 
-    Beyond 64 for float32 inputs, whose operands take registers twice over.
+    Beyond 64 for float32 inputs, whose operands take registers twice over; where columns are two tiles that products of warpgroups
+    read from shared memory, beyond 320 of both together.
     """
     wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    return wide > (64 if problem.itemsize > 2 else 128)
+    if wide <= (64 if problem.itemsize > 2 else 128):
+        return False
+    return not (in_two_tiles(problem) and sum(held(problem)) <= 320)
+
+
+def held(problem: Problem) -> tuple[int, int]:
+    """The columns of q and k, and of v, that passes hold which can take two tiles."""
+    return sum(chunks(problem.head_dim)), sum(chunks(problem.head_dim_v))
+
+
+def in_two_tiles(problem: Problem) -> bool:
+    """Do the configs for two tiles of columns hold (``_two_tile_ladder``)? They were measured on sm_90, by descriptors, in half
+    precision."""
+    if problem.arch.name != "sm_90" or not problem.bulk or problem.itemsize > 2 or max(held(problem)) > 192:
+        return False
+    return chunks(problem.head_dim)[1] > 0 or chunks(problem.head_dim_v)[1] > 0
 
 
 def misadded(problem: Problem, by_pointers: bool) -> bool:
@@ -198,12 +214,32 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(128, 64, warps, 3), (128, 64, warps, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
     else:
         ladder = [(64, 64, warps, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)]
+    if pass_ in IN_CHUNKS and in_two_tiles(problem):
+        ladder = [*_two_tile_ladder(problem, pass_), *ladder]
     for resident, streamed, num_warps, num_stages, *split in ladder:
         rows = (streamed, resident) if pass_ in KEYS_RESIDENT else (resident, streamed)
         config = Config(*rows, num_warps, num_stages, min(*split, _most_split(problem, pass_)) if split else 1)
         if illegal(problem, pass_, config) is None:
             return config
     return Config(16, 16, 4, 1, min(4 if wide > 256 else 1, _most_split(problem, pass_)))
+
+
+def _two_tile_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:
+    """Configs where columns are two tiles, ``(resident, streamed, num_warps, num_stages)``, best guess first: measured at 72, 96,
+    160 and 192/128. ``crowded``: score steps and dropout take the registers of tiles of 128 rows."""
+    wide, crowded = max(held(problem)), bool(problem.spec.steps or problem.spec.dropout)
+    if pass_ == "fwd":
+        return [(128, 64, 4, 3), (64, 64, 4, 3)][crowded:] if wide <= 96 else [(64, 64, 4, 2)]
+    if pass_ == "dq":
+        return [*([(128, 64, 4, 2)] if wide <= 80 and not crowded else []), (64, 64, 4, 2)] if wide <= 96 else [(64, 32, 4, 3)]
+    if pass_ != "dkdv":
+        return [(64, 64, 4, 2)]
+    if wide > 96:
+        return [(64, 32, 4, 3)]
+    if problem.spec.dropout:
+        return [(64, 32, 4, 2)]
+    first = [(64, 128, 4, 2)] if problem.bounds[2] and not crowded else [(64, 64, 4, 3)]
+    return [*(first if wide <= 80 else []), (64, 64, 4, 2)]
 
 
 def _wide_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:
@@ -248,6 +284,7 @@ def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     masked = masked or (bool(problem.spec.dropout) and pass_ == ("fwd" if wide >= 128 else "dkdv"))
     where, shipped = _shipped(problem.arch.name)
     config = shipped.get((pass_, problem.itemsize, wide, has_upper or has_lower, length_class(problem, pass_)))
+    masked = masked or (pass_ in IN_CHUNKS and in_two_tiles(problem))  # shipped records are of one tile
     if config is not None and not masked and illegal(problem, pass_, config) is None:
         return config, where
     return default_config(problem, pass_), records.BUILT_IN

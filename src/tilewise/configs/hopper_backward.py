@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters of the ``hopper`` backend's backward kernels, by head_dim."""
+"""Tile sizes and launch parameters of the ``hopper`` backend's backward kernels, by head_dim and head_dim_v."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
+from .hopper import columns
 
 __all__ = [
+    "ADDING",
+    "ADDS",
     "DKDV",
     "DQ",
+    "EARLY",
     "KEEPS",
     "KEPT",
+    "AddingConfig",
     "BackwardConfig",
+    "Dims",
     "KeptConfig",
     "KeysConfig",
     "QueriesConfig",
+    "adds",
+    "dims_of",
+    "fuses",
     "heads_kept",
     "illegal",
     "illegal_backward",
+    "in_chunks",
+    "lookup_adding",
     "lookup_dkdv",
     "lookup_dq",
     "lookup_kept",
@@ -33,8 +44,8 @@ _BARRIERS = 1024  # bytes set aside for barriers and alignment
 @dataclass(frozen=True)
 class KeysConfig:
     """The kernel that holds keys and makes dk and dv. ``block_n`` keys a program, 64 for each consumer; ``block_m`` queries a tile;
-    ``stages`` slots of queries. In the form for head_dim 256 one warpgroup makes dv of 64 keys, and hands p through ``p_slots``
-    slots to another, which makes dk."""
+    ``stages`` slots of queries. With ``p_slots`` one warpgroup makes dv of 64 keys, and hands p through as many slots to another,
+    which makes dk."""
 
     block_m: int
     block_n: int
@@ -69,6 +80,19 @@ class KeptConfig:
 
 
 @dataclass(frozen=True)
+class AddingConfig:
+    """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
+    keys each, and the warpgroup that adds."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    ds_slots: int
+    consumer_registers: int
+    adder_registers: int
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """A whole backward pass, as a record holds it: the kernel over keys, and either the kernel that makes dq from the beginning or
     that which makes it from a ds in memory."""
@@ -78,13 +102,19 @@ class BackwardConfig:
     kept: KeptConfig | None = None
 
 
-# By head_dim. The first is the default.
-DKDV: dict[int, tuple[KeysConfig, ...]] = {
+# head_dim, or head_dim and head_dim_v where they differ.
+Dims = int | tuple[int, int]
+
+# The first of each is the default.
+DKDV: dict[Dims, tuple[KeysConfig, ...]] = {
     64: (KeysConfig(64, 192, 4, 160, 32), KeysConfig(64, 128, 4, 240, 24), KeysConfig(128, 128, 3, 240, 24)),
     128: (KeysConfig(64, 128, 3, 240, 24), KeysConfig(64, 128, 2, 240, 24)),
     256: (KeysConfig(64, 64, 2, 240, 24, 2), KeysConfig(64, 64, 2, 240, 24, 1)),
+    96: (KeysConfig(64, 128, 4, 240, 24), KeysConfig(64, 128, 3, 240, 24)),
+    (192, 128): (KeysConfig(64, 128, 2, 240, 24), KeysConfig(64, 64, 3, 240, 24, 2)),
+    192: (KeysConfig(64, 64, 3, 240, 24, 2), KeysConfig(64, 64, 2, 240, 24, 2)),
 }
-DQ: dict[int, tuple[QueriesConfig, ...]] = {
+DQ: dict[Dims, tuple[QueriesConfig, ...]] = {
     64: (
         QueriesConfig(192, 64, 4, 4, False, 160, 32),
         QueriesConfig(192, 64, 4, 4, True, 160, 32),
@@ -96,30 +126,63 @@ DQ: dict[int, tuple[QueriesConfig, ...]] = {
         QueriesConfig(128, 64, 4, 4, False, 240, 24),
     ),
     256: (QueriesConfig(128, 64, 2, 1, False, 240, 24), QueriesConfig(128, 32, 3, 3, True, 240, 24)),
+    96: (QueriesConfig(128, 128, 3, 3, False, 240, 24), QueriesConfig(128, 64, 4, 4, False, 240, 24)),
+    (192, 128): (QueriesConfig(128, 64, 4, 3, False, 240, 24), QueriesConfig(128, 64, 4, 3, True, 240, 24)),
+    192: (QueriesConfig(128, 64, 3, 2, False, 240, 24),),
 }
 # Of DQ, where a softcap or a list of tiles needs registers of its own: one with small tiles.
 SMALL_TILES = {64: 0, 128: 2, 256: 0}
+# Of DQ, where FUSED makes do with fewer.
+CAPPED = {64: 0, 128: 0, 256: 0}
+# A softcap alone, in bfloat16: weights and its derivative in one block of instructions, score by score (``terms.capped_weights``).
+FUSED = True
+# dq: weights are made before they are masked; then exp2 runs under the product that makes dp.
+EARLY = False
 # Of DQ, where ALiBi does: two consumers.
 RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
 SPACIOUS = {64: 1}
 
-KEPT: dict[int, tuple[KeptConfig, ...]] = {
+ADDING: dict[int, tuple[AddingConfig, ...]] = {64: (AddingConfig(128, 128, 3, 2, 216, 72),)}
+KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
     128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
     256: (KeptConfig(128, 3, 240, 24),),
+    96: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 4, 240, 24)),
+    (192, 128): (KeptConfig(128, 4, 240, 24),),
+    192: (KeptConfig(128, 4, 240, 24),),
 }
 # A ds in memory may take as many bytes as this many float32 copies of dq: linear in the length of a sequence.
 MOST_COPIES = 4
-# Where that was the faster way, by (head_dim, with an upper bound): classes of the number of keys.
-KEEPS: dict[tuple[int, bool], tuple[str, ...]] = {
+# Where that was the faster way, by head dims and whether there is an upper bound: classes of the number of keys.
+KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (64, False): (),
     (64, True): (),
     (128, False): ("short", "medium", "long"),
     (128, True): ("medium",),
     (256, False): ("short",),
     (256, True): ("short", "medium"),
+    (96, False): (),
+    (96, True): (),
+    ((192, 128), False): ("medium",),
+    ((192, 128), True): ("medium", "long"),
+    (192, False): (),
+    (192, True): (),
 }
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by head_dim: classes of the number of keys.
+# It knows no bounds. An empty class switches it off, whatever a call asks for.
+ADDS: dict[int, tuple[str, ...]] = {64: ("short", "medium", "long")}
+
+
+def dims_of(problem: Problem) -> Dims:
+    """Where this problem stands in the tables."""
+    p = problem
+    return p.head_dim if p.head_dim == p.head_dim_v else (p.head_dim, p.head_dim_v)
+
+
+def in_chunks(problem: Problem) -> bool:
+    """Do the tiles of this problem lie in chunks, or have two widths?"""
+    return problem.head_dim != problem.head_dim_v or columns(problem.head_dim) != problem.head_dim
 
 
 def padded_rows(problem: Problem) -> int:
@@ -132,28 +195,38 @@ def _never_keeps(problem: Problem) -> bool:
     return problem.spec.segment or problem.spec.row or "alibi" in problem.spec.steps
 
 
-def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
+def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
-    row = problem.head_dim * problem.itemsize
+    row, row_v = problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize
     ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
-        tiles = (2 * config.block_m + (config.k_stages + config.v_stages) * config.block_n) * row
+        tiles = config.block_m * (row + row_v) + config.block_n * (config.k_stages * row + config.v_stages * row_v)
         return tiles + ramp * config.block_n + _BARRIERS
+    if isinstance(config, AddingConfig):
+        streamed = config.stages * config.block_m * (2 * row + 8)
+        handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
+        return 2 * config.block_n * row + streamed + handed + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
-    streamed = config.stages * config.block_m * (2 * row + 8) + ramp * config.block_m
+    streamed = config.stages * config.block_m * (row + row_v + 8) + ramp * config.block_m
     handed = 64 * config.block_m * problem.itemsize
     # One consumer of 64 keys makes ds; in the form with slots for p there is one for all keys.
     kept = 0 if _never_keeps(problem) else 2 * handed * (1 if config.p_slots else config.block_n // 64)
-    return 2 * config.block_n * row + streamed + config.p_slots * handed + kept + _BARRIERS
+    return config.block_n * (row + row_v) + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
-def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> str | None:
+def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
-    if isinstance(config, KeysConfig):
+    if isinstance(config, AddingConfig):
+        blocks = {"block_m": (64, 128), "block_n": (128,)}
+        if config.stages < 3:
+            return f"stages is {config.stages}, expected at least 3: tiles are fed ahead of the adds"
+    elif isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
+        if in_chunks(problem):
+            blocks = {"block_m": (64,), "block_n": (64,) if config.p_slots else (128,)}
     elif isinstance(config, QueriesConfig):
-        blocks = {"block_m": (128, 192), "block_n": (32, 64, 128)}
+        blocks = {"block_m": (128,) if in_chunks(problem) else (128, 192), "block_n": (32, 64, 128)}
     else:
         blocks = {"block_m": (128, 256)}
     for name, legal in blocks.items():
@@ -173,6 +246,11 @@ def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
     return next((why for why in (illegal(problem, part) for part in parts) if why is not None), None)
 
 
+def _length(problem: Problem) -> str:
+    """The class of the number of keys, in ``KEEPS`` and ``ADDS``."""
+    return "short" if problem.seqlen_k < 2048 else "medium" if problem.seqlen_k < 8192 else "long"
+
+
 def _own(problem: Problem) -> records.Found | None:
     """The user's record for this problem, where it is legal. Records are of calls whose specs have bounds only."""
     if problem.spec.terms:
@@ -185,24 +263,47 @@ def lookup_dkdv(problem: Problem) -> KeysConfig:
     """The config of the kernel that makes dk and dv."""
     own = _own(problem)
     place = SPACIOUS.get(problem.head_dim, 0) if problem.spec.steps else 0
-    return DKDV[problem.head_dim][place] if own is None else own.config.keys
+    return DKDV[dims_of(problem)][place] if own is None else own.config.keys
+
+
+def fuses(problem: Problem) -> bool:
+    """Are the weights of a softcap made in one block of instructions?"""
+    return FUSED and problem.dtype == "bfloat16" and problem.spec.steps == ("softcap",)
 
 
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
     own, p = _own(problem), problem
     place = 0
-    if p.spec.softcap is not None or p.spec.segment or p.spec.row:
+    if fuses(p) and not (p.spec.segment or p.spec.row):
+        place = CAPPED[p.head_dim]
+    elif p.spec.softcap is not None or p.spec.segment or p.spec.row:
         place = SMALL_TILES[p.head_dim]
     elif p.spec.steps:
         place = RAMPS.get(p.head_dim, 0)
-    return (own and own.config.queries) or DQ[p.head_dim][place]
+    return (own and own.config.queries) or DQ[dims_of(p)][place]
+
+
+def adds(problem: Problem, config: AddingConfig) -> bool:
+    """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
+    programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
+    return _length(problem) in ADDS[problem.head_dim] and programs >= problem.arch.multiprocessors
+
+
+def lookup_adding(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
+    only they can do it."""
+    p = problem
+    if p.head_dim not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or p.bounds[2] or p.bounds[3]:
+        return None
+    config = ADDING[p.head_dim][0]
+    return config if adds(p, config) else None
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
     """The config of the kernel that makes dq from a ds in memory."""
     own = _own(problem)
-    return (own and own.config.kept) or KEPT[problem.head_dim][0]
+    return (own and own.config.kept) or KEPT[dims_of(problem)][0]
 
 
 def origin(problem: Problem) -> str:
@@ -218,8 +319,7 @@ def _keeps(problem: Problem) -> bool:
     own = _own(p)
     if own is not None:
         return own.config.kept is not None
-    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
-    return not has_lower and length in KEEPS[p.head_dim, has_upper]
+    return not has_lower and _length(p) in KEEPS[dims_of(p), has_upper]
 
 
 def heads_kept(problem: Problem) -> int:
@@ -236,5 +336,9 @@ def heads_kept(problem: Problem) -> int:
     most = fit
     while fit and heads % fit:
         fit -= 1
+    # Programs with an upper bound have work of all lengths, so there must be more of them than run at a time.
+    programs = fit * -(-p.seqlen_k // lookup_dkdv(p).block_n)
+    if p.bounds[2] and 2 * programs < 3 * p.arch.multiprocessors and _own(p) is None:
+        return 0
     # A number of heads with few divisors would leave launches of a head or two, which fill no device.
     return fit if 2 * fit >= most else 0

@@ -168,7 +168,8 @@ def _why_illegal(backend: str, pass_: str, problem: Problem, config: Any) -> str
     if backend == "triton":
         return illegal(problem, pass_, config)
     pair = problem.head_dim, problem.head_dim_v
-    if problem.arch.name != "sm_90" or pair not in hopper.CHOICES or (pass_ == "bwd" and pair[0] not in hopper_backward.DKDV):
+    dims = hopper_backward.dims_of(problem)
+    if problem.arch.name != "sm_90" or pair not in hopper.CHOICES or (pass_ == "bwd" and dims not in hopper_backward.DKDV):
         return f"the hopper backend has no {pass_} at head_dim {pair[0]}/{pair[1]} on {problem.arch.name}"
     return hopper.illegal(problem, config) if pass_ == "fwd" else hopper_backward.illegal_backward(problem, config)
 

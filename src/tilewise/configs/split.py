@@ -8,6 +8,7 @@ that is not in ``_LEAST`` multiplies operands as they are: by three TF32 product
 from __future__ import annotations
 
 from ..problem import Problem
+from .tiles import chunks
 
 __all__ = ["operand_bytes", "parts_of", "turned"]
 
@@ -17,7 +18,8 @@ _WIDEST = 128  # columns up to which a forward pass holds a tile of queries in t
 
 
 def _fits(problem: Problem, pass_: str) -> bool:
-    return pass_ != "fwd" or max(problem.head_dim, problem.head_dim_v) <= _WIDEST
+    sizes = (problem.head_dim, problem.head_dim_v)
+    return pass_ != "fwd" or (max(sizes) <= _WIDEST and not any(chunks(size)[1] for size in sizes))
 
 
 def _pays(problem: Problem) -> bool:

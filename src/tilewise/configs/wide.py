@@ -1,4 +1,4 @@
-"""Whether the weights of a backward pass are kept in memory, for how many heads at a time, and the tiles.
+"""Whether the weights of a pass are kept in memory, for how many heads at a time, and the tiles.
 
 They are where the gradients of a tile fill the registers: beyond 256 columns, and beyond 64 for float32 inputs on a GPU.
 """
@@ -11,12 +11,13 @@ from ..problem import Problem
 from . import Config, misadded
 from .split import operand_bytes, parts_of
 
-__all__ = ["Walk", "WideConfig", "config_of", "units_kept"]
+__all__ = ["Walk", "WideConfig", "config_of", "forward_units", "units_kept"]
 
 # What of a spec these kernels know of; with anything else weights are not kept.
 _KNOWN = frozenset(("softcap", "alibi", "bias", "sink", "segment", "row", "dense"))
 _FLOOR = 2**28  # bytes on a GPU that are never too many: one head of 8,192 by 8,192 in half precision
 NARROW = 256  # columns up to which the other kernels are the better ones for half precision
+_FORWARD = ("sm_90",)  # where forward passes keep weights
 # How many copies of dq in float32 may be kept, by bytes of what is kept: enough for a wave of programs at 4,096 keys.
 _COPIES = {2: 4, 4: 8, 6: 12}
 
@@ -39,17 +40,18 @@ class WideConfig:
     chunk: int
     keys: Walk
     queries: Walk
+    values: Walk
 
 
-_BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256, 8, 4))
-_POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
-_SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
-_SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
+_BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256, 8, 4), Walk(64, 256, 8, 3))
+_POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
+_SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
+_SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
 _PARTS = {
-    2: WideConfig(Config(128, 128, 8, 4), 32, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3)),
-    3: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3)),
+    2: WideConfig(Config(128, 128, 8, 4), 32, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3), Walk(32, 128, 8, 3)),
+    3: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3)),
 }
-_INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1))
+_INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1), Walk(32, 256, 4, 1))
 
 
 def config_of(problem: Problem) -> WideConfig:
@@ -67,7 +69,8 @@ def units_kept(problem: Problem) -> int:
     """Of how many heads of keys (of all batches) weights are kept at a time; 0: they are not kept.
 
     They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB, and half as much again
-    where they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, none where not one fits.
+    where they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, and none where
+    not even one fits.
     """
     p = problem
     if p.itemsize not in _COPIES or set(p.spec.terms) - _KNOWN or misadded(p, not p.bulk):
@@ -84,3 +87,25 @@ def units_kept(problem: Problem) -> int:
     # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
     least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
     return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "kept"))))
+
+
+def forward_units(problem: Problem) -> int:
+    """Of how many heads of keys (of all batches) a forward pass keeps weights at a time; 0: it keeps none.
+
+    It does beyond 256 columns on the processors ``_FORWARD``, by descriptors, in half precision, from 32 queries and keys on. The
+    bound on memory is that of ``units_kept``, for one tensor in the place of two.
+    """
+    p = problem
+    if set(p.spec.terms) - _KNOWN or p.spec.returns == "max_logit" or max(p.head_dim, p.head_dim_v) <= NARROW:
+        return 0
+    if p.arch.kind == "cpu":  # in the interpreter: float32 and bfloat16 alone, so that float16 runs the other kernel
+        if p.dtype == "float16" or p.itemsize not in _COPIES:
+            return 0
+    elif p.arch.name not in _FORWARD or not p.bulk or p.itemsize > 2 or min(p.seqlen_q, p.seqlen_k) < 32:
+        return 0
+    config = config_of(p).weights
+    rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
+    room = _COPIES[p.itemsize] * 4 * p.batch * p.heads_q * rows * p.head_dim_v
+    if p.arch.kind != "cpu":
+        room = max(room, _FLOOR)
+    return min(p.batch * p.heads_kv, room // max(1, p.group * rows * keys * p.itemsize))

@@ -17,13 +17,27 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from ..arch import Runtime, runtime
-from ..configs.hopper_backward import DKDV, DQ, KEPT, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..capabilities import dims_text
+from ..configs.hopper import columns
+from ..configs.hopper_backward import (
+    ADDING,
+    DKDV,
+    DQ,
+    KEPT,
+    AddingConfig,
+    Dims,
+    KeptConfig,
+    KeysConfig,
+    QueriesConfig,
+    padded_rows,
+    shared_memory,
+)
 from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_hopper import loops
 from .compile_only import _assemble, _operands, _table, use_target
 
-__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems"]
+__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems", "words"]
 
 MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
 SPILLED = re.compile(r"\b(?:STL|LDL)\b")
@@ -31,14 +45,15 @@ SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq or kept (dq of a ds in
-    memory); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq, kept (dq of a ds in memory)
+    or adds (all three gradients); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
     of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
     in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
     other loops that multiply as much."""
 
     kernel: str
     head_dim: int
+    head_dim_v: int
     dtype: str
     mask: str
     config: list[object]
@@ -51,41 +66,50 @@ class BackwardReport:
     masked_spills: int
 
 
-def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> tuple[int, int]:
+_Config = KeysConfig | QueriesConfig | KeptConfig | AddingConfig
+
+
+def _products(problem: Problem, config: _Config) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
-    deep = problem.head_dim // 16
+    deep, deep_v = problem.head_dim // 16, problem.head_dim_v // 16
+    # A product with a tile of keys or queries is one for each of its parts.
+    parts, parts_v = (2 if d == 192 else d // columns(d) for d in (problem.head_dim, problem.head_dim_v))
     if isinstance(config, KeptConfig):
-        return config.block_m // 64, 64 // 16
+        return config.block_m // 64, 64 // 16 * parts
     if isinstance(config, QueriesConfig):
-        return config.block_m // 64, 2 * deep + config.block_n // 16
-    if config.p_slots:
-        return 2, deep + config.block_m // 16
-    return config.block_n // 64, 2 * (deep + config.block_m // 16)
+        return config.block_m // 64, deep + deep_v + config.block_n // 16 * parts
+    if isinstance(config, KeysConfig) and config.p_slots:
+        return 2, min(deep + config.block_m // 16 * parts_v, deep_v + config.block_m // 16 * parts)
+    return config.block_n // 64, deep + deep_v + config.block_m // 16 * (parts + parts_v)
 
 
-def compile_backward(
-    problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig, mask: str, keeps: bool = False
-) -> BackwardReport:
+def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool = False) -> BackwardReport:
     """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: a kernel over keys writes ds to memory too."""
-    from ..backends.hopper import bwd_launch
+    from ..backends.hopper import bwd_add_launch, bwd_launch
 
     p = problem
     dtype = getattr(torch, p.dtype)
     q = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim), dtype=dtype)
     k = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim), dtype=dtype)
+    v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
+    do = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
     ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
     tensors = _operands(p) if p.operands else NO_TENSORS
     if isinstance(config, KeysConfig):
         name = "keeps" if keeps else "dkdv"
         table = _table(p, tensors, config.block_m, config.block_n, True)
-        given = (q, k, k, q, rows, rows, k, k, ds if keeps else None)
+        given = (q, k, v, do, rows, rows, k, v, ds if keeps else None)
         launch = bwd_launch.launch_dkdv(p, config, *given, tensors=tensors, table=table)
+    elif isinstance(config, AddingConfig):
+        gradients = bwd_add_launch.adding_plans(p, config, False)[1]
+        sums = torch.empty(rows.numel() * p.head_dim, dtype=torch.float32)
+        name, launch = "adds", gradients.launch(k, k, q, q, rows, rows, k, k, sums)
     elif isinstance(config, KeptConfig):
         name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
         table = _table(p, tensors, config.block_m, config.block_n, False)
-        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, k, q, rows, rows, q, tensors, table)
+        name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, v, do, rows, rows, q, tensors, table)
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     log, sass = _assemble(compiled, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -95,6 +119,7 @@ def compile_backward(
     return BackwardReport(
         name,
         p.head_dim,
+        p.head_dim_v,
         p.dtype,
         mask,
         list(astuple(config)),
@@ -108,38 +133,49 @@ def compile_backward(
     )
 
 
-def problems(head_dims: list[int], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig | KeptConfig, bool]]:
+def words(dims: Dims) -> str:
+    """A key of the tables of configs as a problem has it."""
+    return dims_text((dims if isinstance(dims, tuple) else (dims, dims),))
+
+
+def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
-    others no mask and a causal one; the kernels that write ds or read it know those two only.
+    others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
 
     ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
     full.
     """
-    for head_dim in head_dims:
-        tables = [(DKDV[head_dim], False), (DQ[head_dim], False), (DKDV[head_dim], True), (KEPT[head_dim], True)]
+    for dims in head_dims:
+        tables = [(DKDV[dims], False), (DQ[dims], False), (DKDV[dims], True), (KEPT[dims], True)]
+        if isinstance(dims, int):
+            tables.append((ADDING.get(dims, ()), False))
         for configs, keeps in tables:
             for place, config in enumerate(configs):
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
-                for mask, words in MASKS.items():
+                for mask, bounds in MASKS.items():
+                    adding = isinstance(config, AddingConfig)
+                    if adding and mask not in ("full", "tail"):
+                        continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != "causal") and not every:
+                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
                             continue
-                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim} mask={words} arch=sm_90"
+                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("head_dim", nargs="*", type=int, default=sorted(DKDV), help="which head dims (default: all)")
+    parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
     options = parser.parse_args()
     use_target("sm_90")
-    for mask, problem, config, keeps in problems(options.head_dim, options.every):
+    known = {words(dims): dims for dims in DKDV}
+    for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every):
         print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..arch import Runtime, runtime
 from ..configs.hopper import CHOICES, FORMS, lookup
-from ..configs.hopper_backward import DKDV, lookup_dkdv, lookup_dq
+from ..configs.hopper_backward import in_chunks, lookup_dkdv, lookup_dq
 from ..problem import Problem
 from .compile_hopper import compile_forward
 from .compile_hopper_backward import compile_backward
@@ -48,7 +48,7 @@ def reports(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
     """What the compiler made of the kernels of a problem, after ``use_target("sm_90")``."""
     config = lookup(problem)
     yield {"kernel": "fwd", **dataclasses.asdict(compile_forward(problem, config, name, FORMS[config.guarded][0]))}
-    if problem.head_dim in DKDV and problem.head_dim == problem.head_dim_v and name != "sink":
+    if not in_chunks(problem) and name != "sink":
         for each in (lookup_dkdv(problem), lookup_dq(problem)):
             yield dataclasses.asdict(compile_backward(problem, each, name))
 

@@ -25,7 +25,7 @@ import torch
 from ..arch import ARCHS
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
 from ..configs.split import parts_of, turned
-from ..configs.wide import Walk, WideConfig, config_of, units_kept
+from ..configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ..errors import BackendBroken
 from ..plan import BlockTable, Masked, MaskTensors
 from ..problem import GRADIENTS, Problem, Tangents
@@ -183,6 +183,8 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if problem.jvp:
         launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
+    if forward_units(problem):
+        launches = wide_forward_of(problem, config_of(problem)) | {name: launches[name] for name in launches if name != "fwd"}
     launches |= _launch_copies(problem, t)
     if units_kept(problem):
         return {name: launches[name] for name in launches if name != "dq"} | wide_launches_of(problem, config_of(problem))
@@ -243,9 +245,30 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     }
 
 
+def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
+    """The launches of a forward pass that keeps its weights."""
+    from ..backends.triton import wide_launch
+
+    p, tile = problem, config.weights
+    t, tensors = _tensors(p), _operands(p)
+    mask = _masked(p, tensors, "fwd", tile)
+    m_blocks, n_blocks = -(-p.seqlen_q // tile.block_m), -(-p.seqlen_k // tile.block_n)
+    heads, rows, keys = forward_units(p) * p.group, m_blocks * tile.block_m, n_blocks * tile.block_n
+    kept = torch.empty_strided((1, heads, rows, keys), (heads * rows * keys, rows * keys, keys, 1), dtype=t["q"].dtype)
+    by_tile = torch.empty((heads, n_blocks, rows), dtype=torch.float32)
+    of_rows = t["pivots"] if p.keeps_rows else None
+    made = wide_launch.launch_tile_weights(p, config, 0, t["q"], t["k"], kept, by_tile, by_tile, mask, tensors)
+    given = (kept, t["v"], t["o"], t["lse"], by_tile, by_tile)
+    done = wide_launch.launch_values(p, config, 0, *given, mask, tensors, of_rows)
+    return {"tile_weights": (tile, made), "values": (config.values, done)}
+
+
 def compile_problem(
     problem: Problem,
-    passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", "weights", "split", "split_kept", "turn", *PASSES),
+    passes: tuple[str, ...] = (
+        *("delta", "dbias", "columns", "jvp", "weights", "tile_weights", "values", "split", "split_kept", "turn"),
+        *PASSES,
+    ),
     configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""

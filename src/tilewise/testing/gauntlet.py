@@ -275,6 +275,31 @@ GAUNTLET: tuple[Entry, ...] = (
     ),
     Entry("odd_72", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 72, 80), causal()),
     Entry("odd_160", "columns past the end of a head that are not zero", (1, 2, 1, 70, 90, 160, 112), window(30, 9)),
+    Entry(
+        "two_tiles",
+        "columns that are two tiles: one that is dropped, read or written at other columns, not rescaled, or not scaled",
+        (1, 2, 1, 70, 137, 72, 80),
+        values="late_spike",
+        sm_scale=-0.29,
+    ),
+    Entry(
+        "chunks_sink",
+        "a sink, or the rate of dropout, that meets the first of two tiles of columns alone",
+        (1, 2, 1, 40, 70, 80, 72),
+        causal("top_left"),
+        terms="sink dropout:0.3",
+    ),
+    Entry(
+        "two_tiles_strided",
+        "the second of two tiles of columns taken from rows that are packed",
+        (2, 2, 1, 40, 70, 96, 72),
+        window(20, 3),
+        layout="strided_last",
+    ),
+    Entry(
+        "two_tiles_96", "the second of two tiles of columns under masked and free tiles", (1, 2, 1, 70, 90, 96, 96), window(70, 9)
+    ),
+    Entry("two_tiles_wide", "columns between two tiles and the whole", (1, 1, 1, 40, 70, 192, 144), causal()),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
         "tile_edge_empty",
@@ -693,6 +718,14 @@ GAUNTLET: tuple[Entry, ...] = (
     Entry("split_steep", "sums of one sign, which are cut off", (1, 2, 2, 2048, 4096, 128, 128), values="of_one_sign", gpu_gib=1),
     Entry("tf32_long", "the same", (1, 4, 2, 1100, 1301, 128, 128), causal(), precision="tf32", loss="o+lse", gpu_gib=1),
     Entry("tf32_long_64", "the same", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), precision="tf32", gpu_gib=1),
+    Entry(
+        "kept_causal",
+        "derivatives of scores that are kept for some heads at a time, and read as those of other heads, keys or queries",
+        (4, 16, 16, 2100, 2100, 128, 128),
+        causal(),
+        gpu_gib=32,
+    ),
+    Entry("kept_full", "the same without a mask", (2, 8, 8, 2100, 2090, 128, 128), gpu_gib=8),
     Entry("far_offset", "offsets in 32 bits", (2, 2, 1, 130, 140, 64, 64), causal(), layout="far_offset", gpu_gib=24),
 )
 

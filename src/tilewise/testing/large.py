@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import configs
+from ..configs import hopper_backward
 from ..spec import Spec, causal, full
-from ..terms import alibi, bias, dense, segments, sink
+from ..terms import alibi, bias, dense, segments, sink, softcap
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
-__all__ = ["LARGE", "Large", "all_configs", "busy", "free_gib"]
+__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib"]
 
 Device = torch.device | str
 _ENDS = 256  # rows at each end of a long sequence that have a gradient
@@ -95,6 +96,15 @@ def _by_head(call: Call) -> Spec:
     slopes, logits = (_drawn((batch, heads), call.q.device, seed, torch.float32) for seed in (4, 5))
     ids = (torch.arange(call.q.shape[2], device=call.q.device) // 3).to(torch.int32)[None].expand(batch, -1)
     return alibi(slopes.abs()) & sink(logits) & segments(ids, ids)
+
+
+def _capped_long(call: Call) -> Spec:
+    """A softcap under which most warps take a series and some exp2: q and k are drawn with unit variance."""
+    return softcap(12.0)
+
+
+def _sloped(call: Call) -> Spec:
+    return alibi(_drawn(tuple(call.q.shape[:2]), call.q.device, 4, torch.float32).abs())
 
 
 def _by_pair(call: Call) -> Spec:
@@ -188,7 +198,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def busy(name: str, shape: tuple[int, int, int, int, int, int, int], times: int, backend: str, device: Device) -> list[Result]:
     """``times`` repeats of one problem, bit for bit equal, while another stream keeps the GPU busy."""
-    call = fit(random_call(shape, device=device, dtype=torch.bfloat16, spec=causal()), backend)
+    call = fit(random_call(shape, device=device, dtype=torch.bfloat16, spec=causal()).replace(deterministic=True), backend)
     if call is None:
         return []
     wanted = evaluate(call, backend)
@@ -224,6 +234,9 @@ def _second_device(backend: str, device: Device) -> list[Result]:
     return Yardstick(call).judge(got, f"tensors on cuda:{other} while cuda:{current} is current")
 
 
+# Long enough for the kernels of the ``hopper`` backend that keep their first reference: (batch, heads, rows, head_dim).
+HASTY = ((16, 8, 1024, 64), (8, 8, 1024, 128), (8, 8, 1100, 128), (4, 8, 1024, 256))
+
 LARGE: tuple[Large, ...] = (
     Large("a CUDA graph, replayed", 1, _graph),
     Large("a second device", 1, _second_device),
@@ -231,6 +244,12 @@ LARGE: tuple[Large, ...] = (
     Large("case 21 65,536 heads", 2, _whole("case 21 65,536 heads", (1, 65536, 10, 10, 16), full())),
     Large("terms, batch 65,536", 8, _with_terms("terms, batch 65,536", (65536, 8, 4, 4, 64), _by_head)),
     Large("terms, 65,536 heads", 3, _with_terms("terms, 65,536 heads", (1, 65536, 10, 10, 16), _by_head)),
+    *(
+        Large(name, 2, _with_terms(name, (batch, heads, length, length, dim), terms))
+        for batch, heads, length, dim in HASTY
+        for kind, terms in (("softcap", _capped_long), ("alibi", _sloped))
+        for name in (f"{kind}, {length} rows, head_dim {dim}",)
+    ),
     Large("bias, dbias and dense beyond 2^31", 60, _with_terms("dbias beyond 2^31", (1, 8, 16640, 16640, 16), _by_pair)),
     Large("case 21 4,194,241 rows", 6, _long_rows("case 21 4,194,241 rows", 64 * 65535 + 1, 16)),
     Large("case 19 do beyond 2^31", 32, _far_do("case 19 do beyond 2^31", 410_923, 16, 96, 9728, 225_304)),
@@ -251,6 +270,17 @@ def _forced(wanted: dict[str, configs.Config]) -> Iterator[None]:
         yield
     finally:
         configs.lookup = original
+
+
+@contextlib.contextmanager
+def adding() -> Iterator[None]:
+    """Within it, calls that need not be deterministic add dq up in memory on Hopper wherever the kernel can do it."""
+    original = hopper_backward.adds
+    hopper_backward.adds = lambda problem, config: True
+    try:
+        yield
+    finally:
+        hopper_backward.adds = original
 
 
 def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:

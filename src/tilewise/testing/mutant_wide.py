@@ -21,8 +21,8 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "split_v_whole",
         "the columns of v are always the first",
         FWD,
-        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col)",
-        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS)",
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col\n",
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS\n",
         ("wide_512",),
     ),
     Mutant(

@@ -25,6 +25,7 @@ from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
 from .gauntlet import GAUNTLET, entry
+from .mutant_columns import COLUMN_MUTANTS
 from .mutant_drop import DROP_MUTANTS
 from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
@@ -40,7 +41,7 @@ __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "pr
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
-    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *SPLIT_MUTANTS),
+    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *SPLIT_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs, softcap_bounds
+from ...configs.hopper import FORMS, HopperConfig, Ways, columns, lookup, packs, softcap_bounds, ways
 from ...plan import BlockTable, table_of
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
@@ -43,9 +43,14 @@ def _fwd(
         *(m_blocks, heads, together(heads, group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
         *term_numbers(p, tensors, table),
     )
+    terms, way = term_options(p), ways(p) if form == "hasty" else Ways()
     options = {
-        **term_options(p),
+        **terms,
+        "RAMP": terms["RAMP"] and not way.lean,
+        "LEAN": terms["RAMP"] and way.lean,
         "FIXED": form == "hasty" and softcap_bounds(p),
+        "TURNS": config.overlap and way.turns,
+        "EARLY": way.early,
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,

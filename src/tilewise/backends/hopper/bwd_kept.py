@@ -10,8 +10,9 @@ Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .chunks import Tiles, made, make_tiles, outer, zeros_like
 from .parts import ROWS, WARPS, arrive_warp, order, tile_range, wait
 
 # Kernel arguments that never enter a compile key.
@@ -31,7 +32,7 @@ class Kept:
     q_start: gl.tensor
     upper: gl.tensor
     ds_tiles: gl.shared_memory_descriptor  # [STAGES, ROWS keys, BLOCK_M]
-    k_tiles: gl.shared_memory_descriptor  # [STAGES, ROWS keys, HEAD_DIM]
+    k_tiles: Tiles  # STAGES of [ROWS keys, HEAD_DIM]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
@@ -64,39 +65,33 @@ def _producer(kept, ds_desc, k_desc, heads_q, group, head_first):
         slot = step % kept.STAGES
         wait(kept.empty.index(slot), ((step // kept.STAGES) & 1) ^ 1)
         full = kept.full.index(slot)
-        mbarrier.expect(full, ds_desc.block_type.nbytes + k_desc.block_type.nbytes)
+        mbarrier.expect(full, ds_desc.block_type.nbytes + kept.HEAD_DIM // kept.k_tiles.COLUMNS * k_desc.block_type.nbytes)
         tma.async_load(ds_desc, [head, step * ROWS, start_m], full, kept.ds_tiles.index(slot).reshape([1, ROWS, kept.BLOCK_M]))
-        box = kept.k_tiles.index(slot).reshape([1, 1, ROWS, kept.HEAD_DIM])
-        tma.async_load(k_desc, [batch, head_kv, step * ROWS, 0], full, box)
+        kept.k_tiles.load(k_desc, batch, head_kv, step * ROWS, slot, full)
 
 
 @gluon.jit
 def _consumer(C: gl.constexpr, kept, dq_desc, out_tiles, sm_scale, heads_q, head_first):
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, kept.HEAD_DIM, 16])
     head, start_m = kept.place()
     total = kept.tiles(start_m, kept.BLOCK_M)
     own = min(kept.tiles(start_m + C * ROWS, ROWS), total)
-    dq = gl.zeros([ROWS, kept.HEAD_DIM], gl.float32, Q_LAYOUT)
+    dq = zeros_like(out_tiles.parts(C))
     for step in range(own):
         slot = step % kept.STAGES
         wait(kept.full.index(slot), (step // kept.STAGES) & 1)
         ds = kept.ds_tiles.index(slot).slice(C * ROWS, ROWS, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), kept.k_tiles.index(slot), dq, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq = outer(ds.permute((1, 0)), kept.k_tiles.parts(slot), dq)
+        dq = made(len(dq), dq)
         if step > 0:
             arrive_warp(kept.empty.index((step - 1) % kept.STAGES))
-    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dq = made(0, dq)
     # Slots that this consumer's rows do not see, and the last one that they saw.
     for step in range(max(own - 1, 0), total):
         slot = step % kept.STAGES
         wait(kept.full.index(slot), (step // kept.STAGES) & 1)
         arrive_warp(kept.empty.index(slot))
-    out = out_tiles.index(C)
-    out.store((dq * sm_scale).to(dq_desc.dtype))
-    fence_async_shared()
     batch = (head_first + head) // heads_q
-    box = out.reshape([1, 1, ROWS, kept.HEAD_DIM])
-    tma.async_store(dq_desc, [batch, head_first + head - batch * heads_q, start_m + C * ROWS, 0], box)
+    out_tiles.write(dq, sm_scale, dq_desc, batch, head_first + head - batch * heads_q, start_m + C * ROWS, C)
     tma.store_wait(0)
 
 
@@ -110,8 +105,8 @@ def _dq_kept_kernel(
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_tiles = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, ROWS, BLOCK_M], LAYOUT)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, ROWS, HEAD_DIM], LAYOUT)
-    out_tiles = gl.allocate_shared_memory(dq_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], LAYOUT)
+    k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, STAGES)
+    out_tiles = make_tiles(dq_desc, HEAD_DIM, ROWS, CONSUMERS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 
+from ...configs.hopper import columns
 from ...configs.hopper_backward import (
+    EARLY,
+    AddingConfig,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
+    fuses,
     heads_kept,
+    in_chunks,
+    lookup_adding,
     lookup_dkdv,
     lookup_dq,
     lookup_kept,
@@ -24,7 +30,8 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from ..tables import make_table
-from . import bwd, bwd256, bwd_dq, bwd_kept, bwd_rows
+from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from .bwd_add_launch import backward_adding
 from .common import LOG2_E, longest, plan, term_numbers, term_options, together
 
 __all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
@@ -64,7 +71,7 @@ def _dkdv(
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     n_blocks = -(-p.seqlen_k // config.block_n)
-    streamed = padded_rows(p) * 2 * p.head_dim * p.itemsize * p.group
+    streamed = padded_rows(p) * (p.head_dim + p.head_dim_v) * p.itemsize * p.group
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper, lower),
         *(n_blocks, heads, together(heads, 1, streamed), first, p.seqlen_q if p.spec.segment or p.spec.row else None),
@@ -88,13 +95,23 @@ def _dkdv(
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    resident, streamed, rows = (1, 1, 64, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
+    width, width_v = columns(p.head_dim), columns(p.head_dim_v)
+    k_block, v_block, rows = (1, 1, 64, width), (1, 1, 64, width_v), (1, config.block_m)
     # Where ds is not kept, the output dk stands in for it and is not touched.
-    kept = (1, 64, config.block_m) if keeps else resident
-    blocks = (resident, resident, streamed, streamed, rows, rows, resident, resident, kept)
+    kept = (1, 64, config.block_m) if keeps else k_block
+    streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
+    blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
+    if in_chunks(p):
+        options["HEAD_DIM_V"] = p.head_dim_v
+        if config.p_slots:
+            options["P_SLOTS"] = config.p_slots
+            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options)
+        options["BLOCK_N"] = config.block_n
+        return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
-    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n})
+    options |= {"BLOCK_N": config.block_n, "FUSED": fuses(p)}
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options)
 
 
 def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None) -> Plan:
@@ -104,7 +121,7 @@ def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, 
     heads = p.batch * p.heads_q
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, padded_rows(p), p.q_start, upper, lower),
-        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * 2 * p.head_dim * p.itemsize)),
+        *(m_blocks, heads, together(heads, p.group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
         *term_numbers(p, tensors, table),
     )
     options = {
@@ -124,8 +141,13 @@ def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, 
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    resident, streamed = (1, 1, 64, p.head_dim), (1, 1, config.block_n, p.head_dim)
-    return plan(bwd_dq._dq_kernel, m_blocks * heads, (resident, streamed, streamed, resident, resident), numbers, options)
+    width, width_v = columns(p.head_dim), columns(p.head_dim_v)
+    q_block, k_block = (1, 1, 64, width), (1, 1, config.block_n, width)
+    blocks = (q_block, k_block, (1, 1, config.block_n, width_v), (1, 1, 64, width_v), q_block)
+    if in_chunks(p):
+        return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, {**options, "HEAD_DIM_V": p.head_dim_v})
+    options |= {"FUSED": fuses(p), "EARLY": EARLY}
+    return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options)
 
 
 # The plans of calls without tensors in their spec.
@@ -153,7 +175,7 @@ def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> 
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    rows = (1, 1, 64, p.head_dim)
+    rows = (1, 1, 64, columns(p.head_dim))
     return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
 
 
@@ -236,9 +258,7 @@ class _Call:
     ds_shape: tuple[int, int, int] | None
 
 
-def _call_of(
-    problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS
-) -> _Call:
+def _call_of(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS) -> _Call:
     p = problem
 
     def keys_plan(need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
@@ -277,6 +297,13 @@ def _run_once(plan: Plan, *tensors: torch.Tensor) -> None:
         plan.launch(*tensors).run()
 
 
+def adding_of(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that adds dq up in memory, where the call allows it and it is the fastest."""
+    asked = problem.spec.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    return None if deterministic else lookup_adding(problem)
+
+
 def backward(
     problem: Problem,
     do: torch.Tensor,
@@ -293,8 +320,14 @@ def backward(
     kept_rows: torch.Tensor | None = None,
     grads: Tensors = NO_TENSORS,
 ) -> None:
-    """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
+    """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
+    then no gradient is added up in memory."""
     p = problem
+    if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
+        adding = adding_of(p)
+        if adding is not None:
+            backward_adding(p, adding, do, dlse, q, k, v, o, lse, dq, dk, dv)
+            return
     needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
     if tensors is NO_TENSORS:
         call, run = _call(p, *needs), Plan.run

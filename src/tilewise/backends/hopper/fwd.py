@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step
+from .hasty import give_turn, take_turn
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step, weights
 from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
 # Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
@@ -101,17 +102,25 @@ def _rescale_all(acc, alpha):
 @gluon.jit
 def _overlapped_step(
     p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, place, start_row, free_lo, free_hi, qk_scale2,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    C: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the key tile at ``place`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
+    WEIGHTS: gl.constexpr = work.FIXED or work.EARLY  # what is masked
     n_block = work.tile(own, place)
-    s = _scores(q, k_ring.take_chunks(step + 1), work, own, ramp, S_LAYOUT)
+    keys = k_ring.take_chunks(step + 1)
+    if work.TURNS:
+        take_turn(C, work.CONSUMERS)
+    s = _scores(q, keys, work, own, ramp, S_LAYOUT)
     acc = _add_product(p, v_ring.take_chunks(step), acc)
+    if work.TURNS:
+        give_turn(C, work.CONSUMERS)
     s = warpgroup_mma_wait(v_ring.CHUNKS, deps=(s,))
     k_ring.release(step + 1)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi)
-    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED)
+    if work.EARLY and not work.FIXED:
+        s = weights(s, m_i, scale, shift, work.LEAN)
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, WEIGHTS)
+    p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, WEIGHTS, work.LEAN)
     p, acc = _wait_for_products(p, acc)
     v_ring.release(step)
     p = gl.convert_layout(p_next.to(p.dtype), P_LAYOUT)
@@ -130,8 +139,8 @@ def _serial_step(
     s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
     k_ring.release(step)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi)
-    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED)
+    s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, work.FIXED)
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, work.FIXED, work.LEAN)
     if not work.HASTY:
         acc = _rescale_all(acc, alpha)
     acc, step = _add_values(gl.convert_layout(p.to(q[0].dtype), P_LAYOUT), acc, step, v_ring)
@@ -148,9 +157,12 @@ def _add_values(p, acc, step, v_ring):
 
 
 @gluon.jit
-def _pass_over(count, step, k_ring, v_ring):
+def _pass_over(count, step, work, k_ring, v_ring, C: gl.constexpr):
     """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
     for _ in range(count):
+        if work.TURNS:
+            take_turn(C, work.CONSUMERS)
+            give_turn(C, work.CONSUMERS)
         k_ring.take(step)
         k_ring.release(step)
         v_ring.take(step)
@@ -173,7 +185,7 @@ def _finish(
     l_own = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
     l_row = l_own
     rows = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    if work.RAMP:  # what the scores of a row lack
+    if work.RAMP or work.LEAN:  # what the scores of a row lack
         m_i = m_i - own.slope2 * (rows - start_row).to(gl.float32)
     if work.HAS_SINK:
         m_i, l_row, alpha = with_sink(m_i, l_own, work, batch, head, rows)
@@ -216,15 +228,21 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
     own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
     q = q_ring.take_chunks(turn * work.CONSUMERS + C)
-    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = _pass_over(hi - own_hi, step, work, k_ring, v_ring, C)
 
     # The first key tile: nothing to rescale yet.
     n_block = work.tile(own, own_hi - 1)
-    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
+    keys = k_ring.take_chunks(step)
+    if work.TURNS:
+        take_turn(C, work.CONSUMERS)
+    s = _scores(q, keys, work, own, ramp, S_LAYOUT)
+    if work.TURNS:
+        give_turn(C, work.CONSUMERS)
+    s = warpgroup_mma_wait(0, deps=(s,))
     k_ring.release(step)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi)
-    p, _, m_i, l_i = softmax_step(s, None, None, scale, shift, True, work.HASTY, work.FIXED)
+    s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi, work.FIXED)
+    p, _, m_i, l_i = softmax_step(s, None, None, scale, shift, True, work.HASTY, work.FIXED, work.LEAN)
     p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
     acc = (gl.zeros([ROWS, COLUMNS], gl.float32, O_LAYOUT),) * v_ring.CHUNKS
 
@@ -232,7 +250,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
         for j in range(1, own_hi - own_lo):
             p, acc, m_i, l_i, step = _overlapped_step(
                 p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
-                S_LAYOUT, P_LAYOUT,
+                C, S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, step = _add_values(p, acc, step, v_ring)
     else:
@@ -243,7 +261,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
 
-    step = _pass_over(own_lo - lo, step, k_ring, v_ring)
+    step = _pass_over(own_lo - lo, step, work, k_ring, v_ring, C)
     _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
@@ -254,6 +272,8 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
     step = 0
     turn = 0
     index = gl.program_id(0)
+    if work.TURNS and work.CONSUMERS - 1 == C:  # the first consumer is the first
+        give_turn(C, work.CONSUMERS)
     if work.DYNAMIC:
         while index < work.total():
             step = _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
@@ -261,6 +281,8 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
             turn += 1
     else:
         _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
+    if work.TURNS and C == 0:  # the turn that nobody takes
+        take_turn(C, work.CONSUMERS)
 
 
 @gluon.constexpr_function
@@ -279,6 +301,7 @@ def _fwd_kernel(
     Q_SLOTS: gl.constexpr, OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
     PACK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, RAMP: gl.constexpr, HAS_SINK: gl.constexpr, LISTED: gl.constexpr, FIXED: gl.constexpr,
+    LEAN: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
@@ -295,6 +318,7 @@ def _fwd_kernel(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
         PACK, terms, table_batch, table_head, table_width, STEPS, RAMP, HAS_SINK, LISTED, FIXED, False,
+        LEAN, TURNS, EARLY, False,
     )  # fmt: skip
     if RAMP:
         ramp = make_ramp(BLOCK_N, RAMP_GROUP)

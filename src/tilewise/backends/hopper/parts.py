@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ... import bodies
 from .. import walk
+from .hasty import leaning, paired
 
 
 def _shared(body):
@@ -40,6 +41,7 @@ WARPS = gl.constexpr(4)  # a consumer
 GROWTH = gl.constexpr(8.0)
 SAFE_SUM = "0f47800000"  # 2^16, as PTX writes it: the careful form's row sums may be as large
 LARGEST_SUM = "0f71800000"  # 2^100
+LEAST_SUM = "0f2F800000"  # 2^-32: where the reference is that of two rows, one of them may have a small sum
 TICKETS = gl.constexpr(4)  # slots for the numbers of the next tiles; more than any ring of query tiles has
 
 
@@ -148,16 +150,27 @@ def _take_text(REDO):
 
 
 @gluon.constexpr_function
-def _doubt_text(outputs, inputs):
+def _doubt(inputs, least):
     o, l_row, (counter,) = inputs
     text = "{ .reg .pred p; .reg .f32 x;\n"
     for row in range(2):  # a thread holds two rows of o, and elements in pairs
         own = [e for n, e in enumerate(o) if (n >> 1) & 1 == row]
-        text += f"setp.lt.f32 p, {l_row[row]}, {SAFE_SUM}; @p bra FINE{row}; mov.f32 x, 0f00000000;\n"
+        enough = f"setp.ge.and.f32 p, {l_row[row]}, {least}, p; " if least else ""
+        text += f"setp.lt.f32 p, {l_row[row]}, {SAFE_SUM}; {enough}@p bra FINE{row}; mov.f32 x, 0f00000000;\n"
         text += "\n".join(f"fma.rn.f32 x, {e}, 0f00000000, x;" for e in own)  # NaN if one of them is not finite
-        text += f"\nsetp.num.f32 p, x, x; setp.lt.and.f32 p, {l_row[row]}, {LARGEST_SUM}, p;"
+        text += f"\nsetp.num.f32 p, x, x; setp.lt.and.f32 p, {l_row[row]}, {LARGEST_SUM}, p; {enough}"
         text += f"@!p st.global.relaxed.gpu.u32 [{counter} + 4], 1;\nFINE{row}:\n"
     return text + "}"
+
+
+@gluon.constexpr_function
+def _doubt_text(outputs, inputs):
+    return _doubt(inputs, None)
+
+
+@gluon.constexpr_function
+def _lean_doubt_text(outputs, inputs):
+    return _doubt(inputs, LEAST_SUM)
 
 
 @gluon.aggregate
@@ -204,6 +217,10 @@ class Work:
     LISTED: gl.constexpr  # a list says which tiles of keys a tile of queries visits: places in it stand for tiles
     FIXED: gl.constexpr  # HASTY: the reference is 0 from the start
     FAST: gl.constexpr  # ``terms.capped_with_slope``
+    LEAN: gl.constexpr  # ``hasty.leaning``
+    TURNS: gl.constexpr  # consumers issue the products of a tile in turn
+    EARLY: gl.constexpr  # weights are made before they are masked
+    FUSED: gl.constexpr  # backward: ``terms.capped_weights``
 
     @gluon.jit
     def total(self):
@@ -286,7 +303,8 @@ class Work:
         """
         row = start_row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
         l_row = gl.convert_layout(l_row, gl.SliceLayout(1, o.type.layout))
-        gl.inline_asm(_doubt_text, ("f", "f", "l"), [o, gl.where(row < self.seqlen_q, l_row, 0.0), self.counter])
+        l_row = gl.where(row < self.seqlen_q, l_row, 1.0 if self.LEAN else 0.0)
+        gl.inline_asm(_lean_doubt_text if self.LEAN else _doubt_text, ("f", "f", "l"), [o, l_row, self.counter])
 
 
 @gluon.jit
@@ -329,28 +347,43 @@ def measured(s, pivot, qk_scale2, shift):
 
 
 @gluon.jit
-def softmax_step(s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, FIXED: gl.constexpr):
+def weights(s, pivot, qk_scale2, shift, LEAN: gl.constexpr):
+    """exp2 of the scaled and shifted scores, from the pivot of their row."""
+    if LEAN:
+        return gl.exp2(leaning(s, pivot, qk_scale2, shift))
+    else:
+        return gl.exp2(measured(s, pivot, qk_scale2, shift))
+
+
+@gluon.jit
+def softmax_step(
+    s, m_i, l_i, qk_scale2, shift, FIRST: gl.constexpr, HASTY: gl.constexpr, WEIGHTS: gl.constexpr, LEAN: gl.constexpr
+):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for scores that are masked already; FIRST has no m_i and l_i to go on.
 
     m_i is a reference in base two: what was the running maximum once, and is at most GROWTH below it now. It cancels in acc / l_i
     and in m_i + log2(l_i); keeping it saves nearly every rescaling. A row that has seen no key yet has m_i = -inf and the pivot 0,
-    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha;
-    FIXED, that is 0 and not the maximum of the first tile, and s is p already. ``shift``: see ``terms.scored``.
+    so that no -inf - -inf arises. HASTY keeps the first reference for good, whatever comes (``Work.doubt``), and needs no alpha.
+    WEIGHTS: s is p already; FIRST, the reference is 0 then. ``shift``: see ``terms.scored``; LEAN: see ``leaning``.
     """
-    if HASTY and FIXED:
+    if HASTY and WEIGHTS:
         if FIRST:
             m_i = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
             return s, m_i, m_i, partial_sums(s)
         else:
             return s, m_i, m_i, l_i + partial_sums(s)
     if HASTY and not FIRST:
-        p = gl.exp2(measured(s, m_i, qk_scale2, shift))
+        p = weights(s, m_i, qk_scale2, shift, LEAN)
         return p, m_i, m_i, l_i + partial_sums(p)
-    m_new = largest(s, qk_scale2, shift)
+    if LEAN:
+        none = gl.zeros([s.shape[0]], gl.float32, gl.SliceLayout(1, s.type.layout))
+        m_new = paired(gl.max(leaning(s, none, qk_scale2, shift), 1))
+    else:
+        m_new = largest(s, qk_scale2, shift)
     if not FIRST:
         m_new = gl.where(m_new - m_i > GROWTH, m_new, m_i)
     pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(measured(s, pivot, qk_scale2, shift))
+    p = weights(s, pivot, qk_scale2, shift, LEAN)
     if FIRST:
         return p, pivot, m_new, partial_sums(p)
     else:

@@ -16,15 +16,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
-from ...configs import Config, padded
+from ...configs import Config, chunks, padded
 from ...configs.split import parts_of, turned
-from ...configs.wide import units_kept
+from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
 from ...plan import Masked, MaskTensors, table_of
 from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
-from ..launching import Launch, Plan, broadcast_strides
+from ..launching import Again, Launch, Plan, broadcast_strides
 from ..tables import make_table
 from . import bwd, dbias, fwd, wide_launch
 from .split_launch import forward_operands
@@ -55,12 +55,17 @@ def _plan(
     tiles: tuple[tuple[int, int], ...],
     numbers: tuple[Any, ...],
     options: dict[str, Any],
+    rests: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides."""
+    """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides.
+
+    ``rests``: the columns of the second tile of each, 0 if there is none, for kernels with a parameter for each.
+    """
     if not options["BULK"]:
-        return Plan(kernel, grid, (None,) * len(tiles), numbers, options)
+        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
-    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *numbers), options, TensorDescriptor)
+    again = (Again(i, (1, 1, tiles[i][0], rest)) if rest else None for i, rest in enumerate(rests))
+    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *again, *numbers), options, TensorDescriptor)
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -134,10 +139,13 @@ def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool =
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
     """The tables that the passes of a problem read: ``(block_m, block_n, transposed)``."""
     kept = wide_launch.geometries(problem) if set(problem.grad) & set("qkv") and units_kept(problem) else []
-    passes = ["fwd", *(["dq"] if "q" in problem.grad and not kept else [])]
+    forward = forward_units(problem) > 0
+    passes = [*([] if forward else ["fwd"]), *(["dq"] if "q" in problem.grad and not kept else [])]
     if set(problem.grad) & set("kv") and not kept:
         passes += ["dv", "dk"] if configs.splits_dkdv(problem) else ["dkdv"]
     found = ((configs.lookup(problem, name), name in configs.KEYS_RESIDENT) for name in passes)
+    tile = config_of(problem).weights
+    kept = [*([(tile.block_m, tile.block_n, False)] if forward and not kept else []), *kept]
     return [*((config.block_m, config.block_n, transposed) for config, transposed in found), *kept]
 
 
@@ -185,10 +193,17 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
     return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
-def _columns(problem: Problem, names: str, split: int = 1) -> tuple[int, ...]:
-    """The width of a tile of each of these tensors: "q" stands for all that are as wide as q and k, "v" for v, o and do, "p" for
-    those of them that are read and written in ``split`` parts."""
-    sizes = {"q": padded(problem.head_dim), "v": padded(problem.head_dim_v), "p": padded(problem.head_dim_v) // split}
+def _chunks(problem: Problem, config: Config, names: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
+    """The columns of the first and of the second tile of each of these tensors ("q" as wide as q and k, "v" as v, o and do), and
+    the constants of a kernel that may take columns in two tiles."""
+    (d, rest), (dv, rest_v) = chunks(problem.head_dim, config.split), chunks(problem.head_dim_v, config.split)
+    first, second = ({"q": d, "v": dv}[name] for name in names), ({"q": rest, "v": rest_v}[name] for name in names)
+    return tuple(first), tuple(second), {"BLOCK_D": d, "BLOCK_DV": dv, "REST": rest, "REST_V": rest_v}
+
+
+def _columns(problem: Problem, names: str) -> tuple[int, ...]:
+    """The columns of a tile of each of these tensors where one tile holds them all."""
+    sizes = {"q": padded(problem.head_dim), "v": padded(problem.head_dim_v)}
     return tuple(sizes[name] for name in names)
 
 
@@ -204,7 +219,8 @@ def _fwd(
     grid, scalars, options = _settings(p, config, "fwd")
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
-    columns = _columns(p, "qqpp", config.split)
+    columns, rests, cut = _chunks(p, config, "qqvv")
+    columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
     parts, by_columns = parts_of(p, "fwd"), turned(p)
     if by_columns:
@@ -213,9 +229,10 @@ def _fwd(
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    own = {"NEGATIVE": p.sm_scale < 0 and parts == 1, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
+    negative = p.sm_scale < 0 and parts == 1
+    own = {**cut, "NEGATIVE": negative, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options)
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,13 +260,14 @@ def _dkdv(
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
-    tiles = tuple(zip(rows, _columns(p, "qqvpqp", config.split), strict=True))
+    columns, rests, cut = _chunks(p, config, "qqvvqv")
+    tiles = tuple(zip(rows, (*columns[:3], columns[3] // config.split, columns[4], columns[5] // config.split), strict=True))
     numbers = (
         *(*masked, score, _drop(p, tensors)),
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n) * config.split),
     )
-    options = {**options, **masked_options, **score_options, "NEED_DK": need_dk, "NEED_DV": need_dv}
-    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options)
+    options = {**options, **masked_options, **score_options, **cut, "NEED_DK": need_dk, "NEED_DV": need_dv}
+    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options, rests)
 
 
 def _dq(
@@ -265,13 +283,14 @@ def _dq(
     masked, masked_options = _masked(mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    tiles = tuple(zip(rows, _columns(p, "qqvvq"), strict=True))
+    columns, rests, cut = _chunks(p, config, "qqvvq")
+    tiles = tuple(zip(rows, columns, strict=True))
     numbers = (
         *(*masked, score, dslopes, _drop(p, tensors)),
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    needs = {"NEED_DQ": need_dq, "DSLOPES": dslopes is not None}
-    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **needs})
+    own = {**cut, "NEED_DQ": need_dq, "DSLOPES": dslopes is not None}
+    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **own}, rests)
 
 
 # The plans of calls without tensors in their spec.
@@ -390,6 +409,10 @@ def forward(
     maxima: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
+    if maxima is None and forward_units(problem):
+        with torch.cuda.device_of(q):
+            wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
+        return
     config = configs.lookup(problem, "fwd")
     q, k, v = forward_operands(problem, q, k, v)
     if tensors is NO_TENSORS and maxima is None:

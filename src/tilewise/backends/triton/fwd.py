@@ -22,6 +22,7 @@ from .parts import (
     column_part,
     key_terms,
     listed,
+    load_tile,
     operand,
     query_terms,
     schedule,
@@ -36,12 +37,14 @@ from .split import dot_add, dot_t, dot_turned, load_parts
 
 @triton.jit
 def _fwd_tiles(
-    acc, l_i, m_i, q, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, first, last,
+    acc, acc_rest, l_i, m_i, q, q_rest, k, k_rest, v, v_rest, k_strides, v_strides, batch, head_kv, q_pos,
+    seqlen_k, qk_scale2, upper, lower, first, last,
     tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
@@ -52,6 +55,9 @@ def _fwd_tiles(
         k_tile = load_parts(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN, PARTS)
         # [BLOCK_M, BLOCK_N]
         qk = dot_t(q, k_tile, PRECISION, PARTS)
+        if REST > 0:
+            k_more = load_tile(k_rest, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, REST, BULK, WIDEN, BLOCK_D)
+            qk = tl.dot(q_rest, tl.trans(k_more), qk, input_precision=PRECISION)
         ok = None
         if MASKED:
             kv_pos = start_n + tl.arange(0, BLOCK_N)
@@ -81,12 +87,17 @@ def _fwd_tiles(
                 v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col
             )
             acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, PARTS)
-    return acc, l_i, m_i
+        if REST_V > 0:
+            v_more = load_tile(
+                v_rest, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, REST_V, BULK, WIDEN, BLOCK_DV
+            )
+            acc_rest = tl.dot(operand(p, DTYPE, WIDEN), v_more, acc_rest * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_rest, l_i, m_i
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
-    q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
+    q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides, q_rest, k_rest, v_rest, o_rest,
     mask, table, table_batch, table_head, table_width, score, sink, rows_ptr, maxima_ptr, drop,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
@@ -94,7 +105,8 @@ def _fwd_kernel(
     REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     m_block, col = column_part(m_block, SPLIT, BLOCK_DV)
@@ -111,6 +123,20 @@ def _fwd_kernel(
     if NEGATIVE:
         # max(qk) * qk_scale2 is the maximum of the scores only for a scale >= 0: the sign goes into q, which is exact.
         q_tile = -q_tile
+    q_more = None
+    if REST > 0:
+        if not BULK:
+            q_rest = q
+            k_rest = k
+        q_more = load_tile(q_rest, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, REST, BULK, WIDEN, BLOCK_D)
+        if NEGATIVE:
+            q_more = -q_more
+    acc_rest = None
+    if REST_V > 0:
+        if not BULK:
+            v_rest = v
+            o_rest = o
+        acc_rest = tl.zeros([BLOCK_M, REST_V], tl.float32)
 
     row_end = min(start_m + BLOCK_M, seqlen_q)
     lo, free_lo, free_hi, hi = tile_range(
@@ -125,24 +151,24 @@ def _fwd_kernel(
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
-        acc, l_i, m_i = _fwd_tiles(
-            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
+        acc, acc_rest, l_i, m_i = _fwd_tiles(
+            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
-    acc, l_i, m_i = _fwd_tiles(
-        acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-        upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-        drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
+    acc, acc_rest, l_i, m_i = _fwd_tiles(
+        acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+        head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+        score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
-        acc, l_i, m_i = _fwd_tiles(
-            acc, l_i, m_i, q_tile, k, v, k_strides, v_strides, batch, head_kv, q_pos, seqlen_k, qk_scale2,
-            upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start,
-            drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, PARTS, TURNED, BULK, WIDEN,
+        acc, acc_rest, l_i, m_i = _fwd_tiles(
+            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+            head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
+            score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
 
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
@@ -150,9 +176,13 @@ def _fwd_kernel(
         # Before the sink, which is no score.
         tl.store(maxima_ptr + head_rows + offs_m, m_i if NATURAL else m_i * LN_2, mask=offs_m < seqlen_q)
     if sink is not None:
+        if REST_V > 0:
+            acc_rest, _, _ = add_sink(acc_rest, l_i, m_i, sink, batch, head, NATURAL)
         acc, l_i, m_i = add_sink(acc, l_i, m_i, sink, batch, head, NATURAL)
     if drop is not None:
         acc *= drop[4]
+        if REST_V > 0:
+            acc_rest *= drop[4]
     # A row that saw no key has l_i = 0: o = 0 and lse = -inf.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     acc = acc / l_safe[:, None]
@@ -165,3 +195,6 @@ def _fwd_kernel(
             tl.store(rows_ptr + (head_rows + offs_m) * 2 + 1, log_l, mask=offs_m < seqlen_q)
     tl.store(lse_ptr + head_rows + offs_m, lse, mask=offs_m < seqlen_q)
     store_tile(o, o_strides, batch, head, start_m, seqlen_q, acc, HEAD_DIM_V, BLOCK_M, BLOCK_DV, BULK, WIDEN, col)
+    if REST_V > 0:
+        acc_rest = acc_rest / l_safe[:, None]
+        store_tile(o_rest, o_strides, batch, head, start_m, seqlen_q, acc_rest, HEAD_DIM_V, BLOCK_M, REST_V, BULK, WIDEN, BLOCK_DV)

@@ -49,7 +49,7 @@ def _through_steps(
             if tangents[0] is not None:
                 at = batch.to(tl.int64) * tangents[0][1][0] + head.to(tl.int64) * tangents[0][1][1]
                 by = tl.load(tangents[0][0] + at).to(tl.float32)
-                t -= by * distances(q_start + start_m + tl.arange(0, rows), start_n + tl.arange(0, keys), 1, 0)
+                t -= by * distances(q_start + start_m + tl.arange(0, rows), start_n, keys, 1, 0)
         elif tangents[1] is not None:
             t += load_bias(
                 tangents[1][0], tangents[1][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, 1, 0,

@@ -171,7 +171,7 @@ def _keys_kernel(
 def _queries_kernel(
     kept, rows, out, kept_strides, rows_strides, out_strides, table, table_batch, table_head, table_width,
     first, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, scale, m_blocks,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, SIZE: tl.constexpr,
+    REVERSED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -179,6 +179,8 @@ def _queries_kernel(
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
     m_block = tl.program_id(0) // parts
     col = tl.program_id(0) % parts * COLS
+    if REVERSED:
+        m_block = m_blocks - 1 - m_block
     local, batch, head, head_kv = _place(first, heads_kv, group)
     start_m = m_block * BLOCK_M
     row_end = min(start_m + BLOCK_M, seqlen_q)

@@ -1,4 +1,4 @@
-"""The launches of the kernels in ``wide.py``."""
+"""The launches of the kernels in ``wide.py`` and ``wide_fwd.py``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import triton
 
 from ...configs.split import parts_of
-from ...configs.wide import Walk, WideConfig, config_of, units_kept
+from ...configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ...plan import Geometry, Masked
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
-from . import wide
+from . import wide, wide_fwd
 from .split_launch import split_of
 
-__all__ = ["geometries", "launch_columns", "launch_weights", "run"]
+__all__ = ["geometries", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights", "run", "run_forward"]
 
 
 def geometries(problem: Problem) -> list[Geometry]:
@@ -31,7 +31,7 @@ def _constants(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
     _, _, options = _settings(problem, config.weights, "weights")
     names = ("HAS_UPPER", "HAS_LOWER", "BLOCK_M", "BLOCK_N", "PRECISION", "BULK", "WIDEN", "enable_fp_fusion")
-    return {**{name: options[name] for name in names}, "PARTS": parts_of(problem, "kept")}
+    return {name: options[name] for name in names}
 
 
 def _blocks(problem: Problem, config: WideConfig) -> tuple[int, int]:
@@ -108,15 +108,23 @@ def _columns(
     x, tile = problem, config.weights
     (_, *table), _ = _masked(mask)
     m_blocks, n_blocks = _blocks(x, config)
-    _, (_, *others), _ = _settings(x, tile, "weights")
+    _, (_, *others), options = _settings(x, tile, "weights")
     columns = min(walk.columns, max(16, triton.next_power_of_2(size)))
     parts = triton.cdiv(size, columns)
     grid = ((n_blocks if keys_resident else m_blocks) * parts, heads // x.group if keys_resident else heads, 1)
     numbers = (*table, first, x.heads_kv, *others, scale, m_blocks)
     block = tile.block_n if keys_resident else tile.block_m
     tiles = ((walk.step, block) if keys_resident else (block, walk.step), (walk.step, columns), (block, columns))
-    own = {"SIZE": size, "COLS": columns, "STEP": walk.step, "num_warps": walk.num_warps, "num_stages": walk.num_stages}
+    own = {
+        "PARTS": parts_of(x, "kept"),
+        "SIZE": size,
+        "COLS": columns,
+        "STEP": walk.step,
+        "num_warps": walk.num_warps,
+        "num_stages": walk.num_stages,
+    }
     kernel = wide._keys_kernel if keys_resident else wide._queries_kernel
+    own |= {} if keys_resident else {"REVERSED": options["REVERSED"]}
     return _plan(x, kernel, grid, tiles, numbers, {**_constants(x, config), **own})
 
 
@@ -181,3 +189,113 @@ def run(
                 what = (x, config, walk, first, heads, out.shape[-1], scale, keys_resident)
                 plan = _columns_plan(*what) if plain else _columns(*what, by_keys if keys_resident else by_rows)
                 plan.run(source, rows, out)
+
+
+def _tile_weights(
+    problem: Problem, config: WideConfig, first: int, heads: int, mask: Masked | None = None, tensors: Tensors = NO_TENSORS
+) -> Plan:
+    """The plan of ``launch_tile_weights`` for ``heads`` kept query heads."""
+    from . import _masked, _plan, _scores, _settings, _steps
+
+    x, tile = problem, config.weights
+    masked, _ = _masked(mask)
+    score, score_options = _scores(x, tensors, tile)
+    m_blocks, n_blocks = _blocks(x, config)
+    _, (_, *others), options = _settings(x, tile, "weights")
+    numbers = (*masked, score, first, x.heads_kv, *others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks)
+    own = {"CHUNK": config.chunk, "DTYPE": options["DTYPE"], "HEAD_DIM": x.head_dim}
+    own |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    tiles = ((tile.block_m, config.chunk), (tile.block_n, config.chunk))
+    options = {**_constants(x, config), **score_options, **own}
+    return _plan(x, wide_fwd._tile_weights_kernel, (m_blocks * n_blocks, heads, 1), tiles, numbers, options)
+
+
+def launch_tile_weights(
+    problem: Problem,
+    config: WideConfig,
+    first: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    p: torch.Tensor,
+    pivots: torch.Tensor,
+    sums: torch.Tensor,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+) -> Launch:
+    """``p`` [1, kept query heads, queries, keys], and ``pivots`` and ``sums`` [kept query heads, tiles of keys, queries]."""
+    return _tile_weights(problem, config, first, p.shape[1], mask, tensors).launch(q, k, p, pivots, sums)
+
+
+def _values(
+    problem: Problem,
+    config: WideConfig,
+    first: int,
+    heads: int,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> Plan:
+    """The plan of ``launch_values`` for ``heads`` kept query heads."""
+    from . import _masked, _plan, _settings, _sink, _steps
+
+    x, tile, walk = problem, config.weights, config.values
+    (_, *table), _ = _masked(mask)
+    m_blocks, n_blocks = _blocks(x, config)
+    _, scalars, options = _settings(x, tile, "weights")
+    heads_q, *others = scalars
+    columns = min(walk.columns, max(16, triton.next_power_of_2(x.head_dim_v)))
+    grid = (m_blocks * triton.cdiv(x.head_dim_v, columns), heads, 1)
+    numbers = (*table, _sink(tensors), rows, first, heads_q, x.heads_kv, *others, m_blocks, n_blocks)
+    tiles = ((tile.block_m, walk.step), (walk.step, columns), (tile.block_m, columns))
+    own = {"NATURAL": _steps(x)[0] == 1.0, "REVERSED": options["REVERSED"], "DTYPE": options["DTYPE"], "SIZE": x.head_dim_v}
+    own |= {"COLS": columns, "STEP": walk.step, "num_warps": walk.num_warps, "num_stages": walk.num_stages}
+    return _plan(x, wide_fwd._values_kernel, grid, tiles, numbers, {**_constants(x, config), **own})
+
+
+def launch_values(
+    problem: Problem,
+    config: WideConfig,
+    first: int,
+    p: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    pivots: torch.Tensor,
+    sums: torch.Tensor,
+    mask: Masked | None = None,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> Launch:
+    """``o`` and ``lse`` of the heads that are kept."""
+    return _values(problem, config, first, p.shape[1], mask, tensors, rows).launch(p, v, o, lse, pivots, sums)
+
+
+_tile_weights_plan, _values_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_tile_weights, _values))
+
+
+def run_forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tensors: Tensors = NO_TENSORS,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Fill ``o`` and ``lse``."""
+    from . import _mask
+
+    x, config, count = problem, config_of(problem), forward_units(problem)
+    mask = _mask(x, tensors, config.weights)
+    m_blocks, n_blocks = _blocks(x, config)
+    queries = m_blocks * config.weights.block_m
+    p = torch.empty((1, count * x.group, queries, n_blocks * config.weights.block_n), dtype=q.dtype, device=q.device)
+    pivots, sums = torch.empty((2, count * x.group, n_blocks, queries), dtype=torch.float32, device=q.device)
+    plain = tensors is NO_TENSORS
+    for first in range(0, x.batch * x.heads_kv, count):
+        heads = min(count, x.batch * x.heads_kv - first) * x.group
+        made = _tile_weights_plan(x, config, first, heads) if plain else _tile_weights(x, config, first, heads, mask, tensors)
+        made.run(q, k, p, pivots, sums)
+        done = _values_plan(x, config, first, heads) if plain else _values(x, config, first, heads, mask, tensors, rows)
+        done.run(p, v, o, lse, pivots, sums)

@@ -72,9 +72,10 @@ def _every(problem: Problem, backend: str, kernel: str) -> list[Any]:
         return [Config(*row) for row in dict.fromkeys(rows)]
     if kernel == "fwd":
         return list(hopper.CHOICES[p.head_dim, p.head_dim_v])
-    dkdv = hopper_backward.DKDV[p.head_dim]
-    again = [BackwardConfig(keys, queries=each) for keys in dkdv for each in hopper_backward.DQ[p.head_dim]]
-    return again + [BackwardConfig(keys, kept=each) for keys in dkdv for each in hopper_backward.KEPT[p.head_dim]]
+    dims = hopper_backward.dims_of(p)
+    dkdv = hopper_backward.DKDV[dims]
+    again = [BackwardConfig(keys, queries=each) for keys in dkdv for each in hopper_backward.DQ[dims]]
+    return again + [BackwardConfig(keys, kept=each) for keys in dkdv for each in hopper_backward.KEPT[dims]]
 
 
 def _why(problem: Problem, backend: str, kernel: str, config: Any) -> str | None:

@@ -1,0 +1,156 @@
+"""Backward at head_dim 192, where dk and dv do not fit one warpgroup: both of 64 keys of one head, by two warpgroups one after the
+other as in ``bwd256.py``, with tiles in parts (``chunks.py``).
+
+Arrivals that complete a phase of each barrier, with W = 4 warps a group:
+    keys, values         full: 1 (bytes of all parts), once
+    queries, gradients   full: 1 (bytes of all parts)   empty: 2 W, each warp of both groups after its last read (W if nobody asks
+                         for dk)
+    p                    full: W, each warp of the first after its last write   empty: W, each warp of the second
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+
+from .bwd256 import _make_p_ring
+from .bwd_chunks import feed_parts
+from .bwd_parts import KeptDs, Keys, hidden, rounded, rows_of, weights
+from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, outer, settled, swizzled, zeros_like
+from .parts import ROWS, WARPS, wait
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
+LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
+
+
+@gluon.jit
+def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring, qk_scale2):
+    S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
+    batch, head_kv, start_n = keys.place()
+    lo, hi = keys.tiles(start_n)
+    _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
+    k = k_tiles.parts(0)
+    dv = zeros_like(v_tiles.parts(0))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
+    zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
+    step = 0
+    wait(kv_full.index(0), 0)
+    for member in range(keys.group):
+        own = keys.head(batch, head_kv * keys.group + member, None, qk_scale2, S_LAYOUT)
+        s = warpgroup_mma_wait(0, deps=(inner(k, q_ring.take(step), zeros, True),))
+        for place in range(lo, hi):
+            p, _slope, m_block = weights(s, q_ring, step, keys, own, place, start_n, qk_scale2, False)
+            if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
+                if (place < free_lo) | (place >= free_hi):
+                    p = hidden(p, keys, own, m_block, start_n)
+            q_ring.release(step)
+            p16 = rounded(p, v_tiles.wide.dtype)
+            do = do_ring.take(step)
+            if keys.NEED_DV:
+                p_operand = gl.convert_layout(p16, P_LAYOUT)
+                dv = outer(p_operand, do, dv)
+            # The last one works on a slot that is being refilled, and nobody reads its scores.
+            if place + 1 < hi:
+                q_ring.arrived(step + 1)
+            s_next = inner(k, q_ring.parts(step + 1), zeros, True)
+            if keys.NEED_DK:
+                p_ring.put(step, p16)
+            if keys.NEED_DV:
+                p_operand, dv = settled(len(k), p_operand, dv)
+            do_ring.release(step)
+            s = warpgroup_mma_wait(0, deps=(s_next,))
+            step += 1
+    # The second group reads the values until it is done; the keys are read here only, and are at least as wide.
+    batch, head_kv, start_n = keys.place()
+    if keys.NEED_DV:
+        out = Tiles(k_tiles.wide, k_tiles.narrow, v_tiles.WIDE, v_tiles.NARROW, v_tiles.COLUMNS)
+        out.write(dv, 1.0, dv_desc, batch, head_kv, start_n, 0)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_desc, stages):
+    S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
+    if keys.NEED_DK:
+        batch, head_kv, start_n = keys.place()
+        lo, hi = keys.tiles(start_n)
+        total = (hi - lo) * keys.group
+        step = 0
+        v = v_tiles.parts(0)
+        dk = zeros_like(k_tiles.parts(0))
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+        DTYPE: gl.constexpr = v_tiles.wide.dtype
+        zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
+        wait(kv_full.index(1), 0)
+        dp = inner(v, do_ring.take(0), zeros + rows_of(do_ring, 0, S_LAYOUT)[None, :], False)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        do_ring.release(0)
+        for member in range(keys.group):
+            if keys.KEEPS:
+                head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
+                kept = KeptDs(ds_desc, stages, head, start_n, 0)
+            for m_block in range(lo, hi):
+                p16 = p_ring.get(step, S_LAYOUT)
+                ds = (p16.to(gl.float32) * dp).to(DTYPE)
+                p_ring.release(step)
+                ds_operand = gl.convert_layout(ds, P_LAYOUT)
+                dk = outer(ds_operand, q_ring.take(step), dk)
+                # The last one works on a slot that is being refilled, and nobody reads its result.
+                if step + 1 < total:
+                    do_ring.arrived(step + 1)
+                minus_delta = rows_of(do_ring, step + 1, S_LAYOUT)
+                dp_next = inner(v, do_ring.parts(step + 1), zeros + minus_delta[None, :], False)
+                if keys.KEEPS:
+                    kept.put(step, ds, m_block)
+                ds_operand, dk = settled(len(v), ds_operand, dk)
+                q_ring.release(step)
+                dp = warpgroup_mma_wait(0, deps=(dp_next,))
+                if step + 1 < total:
+                    do_ring.release(step + 1)
+                step += 1
+        batch, head_kv, start_n = keys.place()
+        # Nobody needs the queries any more: this group is the last to read them.
+        q_ring.tiles.write(dk, sm_scale, dk_desc, batch, head_kv, start_n, 0)
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def _dkdv_pair_kernel(
+    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, ds_desc, qk_scale2, sm_scale,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, lower, n_blocks, heads_total, heads_together, head_first, seqlen_q,
+    terms, table_batch, table_head, table_width,
+    HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
+    NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, KEEPS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
+):  # fmt: skip
+    READERS: gl.constexpr = 2 * WARPS if NEED_DK else WARPS
+    k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, 1)
+    v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, 1)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, READERS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM_V, STAGES, READERS, True)
+    p_ring = _make_p_ring(k_desc.dtype, BLOCK_M, P_SLOTS)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_full.index(1), count=1)
+    keys = Keys(
+        n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
+        BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, False,
+    )  # fmt: skip
+    if KEEPS:
+        stages = gl.allocate_shared_memory(k_desc.dtype, [2, ROWS, BLOCK_M], swizzled(BLOCK_M))
+    else:
+        stages = kv_full
+    gl.static_assert(len(STEPS) == 0 and not LISTED, "no terms besides bounds")
+    tiles = (k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring)
+    gl.warp_specialize(
+        [
+            (_value_group, (keys, dv_desc) + tiles + (qk_scale2,)),
+            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stages)),
+            (feed_parts, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc) + tiles[:5]),
+        ],
+        [WARPS, 1],
+        [CONSUMER_REGISTERS, FEEDER_REGISTERS],
+    )
