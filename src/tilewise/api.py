@@ -232,7 +232,8 @@ def attention(
     times that for o, lse and their forward-mode derivatives in one pass.
     Extra memory: o and lse forward; the gradients and one float32 a row backward (the torch backend also holds tiles of a fixed
     size, and float32 sums of dk and dv while it works on half-precision inputs; wide heads keep weights, in at most as much memory
-    as a few copies of dq). Nothing grows with seqlen_q * seqlen_k.
+    as a few copies of dq). Nothing grows with seqlen_q * seqlen_k, but what says which tiles a mask of tensors has, and
+    the bits of a dense one.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
@@ -309,7 +310,8 @@ def plan(
             shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
 
     Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
-    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own.
+    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own; on the
+    ``triton`` backend also one bit for each element of a dense mask.
     """
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.segments(...), say.")
@@ -328,7 +330,7 @@ def plan(
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     make = getattr(chosen, "make_table", made_table)
-    return planned(mask, tensors, problem, chosen.geometries(problem), make)
+    return planned(mask, tensors, problem, chosen.geometries(problem), make, getattr(chosen, "pack_dense", None))
 
 
 def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:

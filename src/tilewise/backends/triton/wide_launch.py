@@ -52,7 +52,7 @@ def _weights(
     from . import _masked, _plan, _scores, _settings, _steps
 
     x, tile = problem, config.weights
-    masked, _ = _masked(mask)
+    masked, _ = _masked(x, tile, mask)
     score, score_options = _scores(x, tensors, tile)
     m_blocks, n_blocks = _blocks(x, config)
     _, scalars, options = _settings(x, tile, "weights")
@@ -106,7 +106,7 @@ def _columns(
     from . import _masked, _plan, _settings
 
     x, tile = problem, config.weights
-    (_, *table), _ = _masked(mask)
+    (_, *table), _ = _masked(x, tile, mask)
     m_blocks, n_blocks = _blocks(x, config)
     _, (_, *others), options = _settings(x, tile, "weights")
     columns = min(walk.columns, max(16, triton.next_power_of_2(size)))
@@ -198,7 +198,7 @@ def _tile_weights(
     from . import _masked, _plan, _scores, _settings, _steps
 
     x, tile = problem, config.weights
-    masked, _ = _masked(mask)
+    masked, _ = _masked(x, tile, mask)
     score, score_options = _scores(x, tensors, tile)
     m_blocks, n_blocks = _blocks(x, config)
     _, (_, *others), options = _settings(x, tile, "weights")
@@ -239,7 +239,7 @@ def _values(
     from . import _masked, _plan, _settings, _sink, _steps
 
     x, tile, walk = problem, config.weights, config.values
-    (_, *table), _ = _masked(mask)
+    (_, *table), _ = _masked(x, tile, mask)
     m_blocks, n_blocks = _blocks(x, config)
     _, scalars, options = _settings(x, tile, "weights")
     heads_q, *others = scalars
