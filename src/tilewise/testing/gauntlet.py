@@ -287,7 +287,7 @@ GAUNTLET: tuple[Entry, ...] = (
         window(20, 3),
         layout="strided_last",
     ),
-    Entry("two_tiles_96", "the second of two tiles of columns under masked and free tiles", (1, 2, 1, 70, 90, 96, 96), window(70, 9)),
+    Entry("two_tiles_96", "the second tile of columns under masked and free tiles", (1, 2, 1, 70, 90, 96, 96), window(70, 9)),
     Entry("two_tiles_wide", "columns between two tiles and the whole", (1, 1, 1, 40, 70, 192, 144), causal()),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
