@@ -57,7 +57,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         ", ".join(("o", "lse", *row.returns)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",
-        "yes" if row.deterministic else "no",
+        "yes" if row.always_deterministic else "if asked to be",
         "quadratic" if row.quadratic else "linear",
         "yes" if row.auto else "when named",
     )

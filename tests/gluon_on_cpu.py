@@ -118,9 +118,11 @@ class Memory:
         return Memory(self.boxes, self.dtype, shape)
 
     def reinterpret(self, dtype, shape, layout):
-        return Memory(self.boxes.view(_boxes(shape, layout)), dtype)
+        return Memory(self.boxes.flatten()[: math.prod(shape)].view(_boxes(shape, layout)), dtype)
 
     def slice(self, start, size, dim):
+        if dim == 0 and self.view is None and not self.turned:
+            return Memory(self.boxes.narrow(-2, start, size), self.dtype)
         return Memory(self.logical().narrow(dim, start, size)[None], self.dtype)
 
     def store(self, x):
@@ -185,6 +187,12 @@ def _wait_for_products(pending=0, deps=()):
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
+def _add(x, pointer):
+    """Add an accumulator in the order in which its threads hold it, 8 columns at a time."""
+    lanes = x.as_subclass(torch.Tensor).reshape(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
+    pointer.numbers[pointer.offset : pointer.offset + lanes.numel()] += lanes
+
+
 def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
     """What the assembly of the kernels does, by what stands in it."""
     name = getattr(text, "__name__", text)
@@ -193,6 +201,17 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
         return p16, p16
     if name.startswith("_product_"):
         return (args[0].float() * args[1]).to(args[0].dtype)
+    if name == "_add_text":
+        return _add(*args)
+    if name.startswith(("_capped_weights_", "_capped_columns_")):
+        s, lse2, by, cap = args
+        t = torch.tanh(s * by)
+        p, slope = torch.exp2(t * cap - (lse2[:, None] if "weights" in name else lse2[None, :])), 1 - t * t
+        return p * slope if "weights" in name else (p.to(torch.bfloat16), (p * slope).to(torch.bfloat16))
+    if name == "_tanh_text":
+        return torch.tanh(args[0])
+    if text.startswith("//"):
+        return None
     if "try_wait" in text:
         return args[0].wait(args[1])
     if "mbarrier.arrive" in text:
@@ -319,6 +338,12 @@ CASES = [  # batch, heads, key heads, queries, keys; mask; dtype
     ((1, 2, 1, 130, 257), "upper:0,align:top_left", "float16"),
     ((1, 1, 1, 1, 1), "causal", "bfloat16"),
 ]
+ADDED = [((1, 4, 2, 150, 200), "full", "bfloat16"), ((1, 1, 1, 1, 70), "full", "bfloat16"), ((1, 2, 1, 400, 64), "full", "float16")]
+TERMS = [  # not in the kernels whose tiles come in parts
+    ((1, 2, 1, 150, 200), "causal,softcap:3.0", "bfloat16"),
+    ((1, 1, 1, 300, 300), "upper:20,lower:90,softcap:2.0", "bfloat16"),
+    ((1, 2, 1, 130, 257), "softcap:50.0", "bfloat16"),
+]
 LIMITS = {"bfloat16": 8e-3, "float16": 1.2e-3}
 
 
@@ -326,7 +351,8 @@ def errors(dims, shape, mask, dtype, config):
     """The relative error of each gradient that this way of making them (a ``BackwardConfig``) gives."""
     from tilewise.arch import ARCHS
     from tilewise.backends.hopper import bwd_launch
-    from tilewise.configs.hopper_backward import padded_rows
+    from tilewise.backends.hopper.bwd_add_launch import adding_plans
+    from tilewise.configs.hopper_backward import AddingConfig, padded_rows
     from tilewise.problem import Problem
     from tilewise.reference import reference
     from tilewise.spec import Spec
@@ -349,7 +375,12 @@ def errors(dims, shape, mask, dtype, config):
         numbers.view(batch, heads_q, -1)[..., :queries] = torch.where(seen, values, other).float()
     made = {name: torch.full_like(t, math.nan) for name, t in (("dq", q), ("dk", k), ("dv", v))}
     inputs, numbers = (q, k, v, do), (lse2, minus_delta)
-    if config.kept is None:
+    if isinstance(config, AddingConfig):
+        sums = torch.zeros(rows[0] * rows[1] * dims[0])
+        adding_plans(problem, config, False)[1].launch(k, v, q, do, *numbers, made["dk"], made["dv"], sums).run()
+        lanes = sums.view(*rows[:1], -1, dims[0] // 8, 4, 8, 4, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
+        made["dq"] = lanes.reshape(batch, heads_q, rows[1], dims[0])[:, :, :queries] * problem.sm_scale
+    elif config.kept is None:
         bwd_launch.launch_dkdv(problem, config.keys, *inputs, *numbers, made["dk"], made["dv"]).run()
         bwd_launch.launch_dq(problem, config.queries, *inputs, *numbers, made["dq"]).run()
         for name in ("dk", "dv"):  # the other is not asked for
@@ -367,7 +398,7 @@ def errors(dims, shape, mask, dtype, config):
 def compare_all(arguments):
     """Every config of these head dims, after ``install``."""
     torch.set_num_threads(1)
-    from tilewise.configs.hopper_backward import DKDV, DQ, KEPT, BackwardConfig
+    from tilewise.configs.hopper_backward import ADDING, DKDV, DQ, KEPT, BackwardConfig
 
     for dims in arguments:
         pair = tuple(int(size) for size in (dims.split("/") * 2)[:2])
@@ -375,8 +406,13 @@ def compare_all(arguments):
         keys, queries, kept = DKDV[place], DQ[place], KEPT[place]
         ways = [BackwardConfig(keys[i % len(keys)], queries[i % len(queries)]) for i in range(max(len(keys), len(queries)))]
         keeps = [BackwardConfig(keys[i % len(keys)], kept=kept[i % len(kept)]) for i in range(max(len(keys), len(kept)))]
-        for shape, mask, dtype in CASES:
-            for way in ways + (keeps if "lower" not in mask else []):
+        adds = list(ADDING.get(place, ()))
+        from tilewise.backends.hopper.bwd_launch import in_chunks
+        from tilewise.problem import Problem
+
+        terms = [] if in_chunks(Problem.parse(f"seqlen=64 head_dim={dims}")) else TERMS
+        for shape, mask, dtype in CASES + terms + ADDED * bool(adds):
+            for way in ways + (keeps if "lower" not in mask else []) + (adds if mask == "full" else []):
                 found = errors(pair, shape, mask, dtype, way)
                 ok = all(error < LIMITS[dtype] for error in found.values())
                 words = {"dims": dims, "shape": shape, "mask": mask, "way": str(way), "errors": found}

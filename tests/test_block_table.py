@@ -156,6 +156,32 @@ def test_the_kernel_makes_the_same_table(name):
         assert torch.equal(made.tiles, got.tiles), blocks
 
 
+@pytest.mark.parametrize("m", [1, 31, 32, 33, 64, 90])
+def test_bits_make_the_same_table(m):
+    """Packed or not, of a mask of every extent; bits past the last key are 0."""
+    from tilewise.backends.tables import pack_dense
+
+    n = 40
+    for shape in ((BATCH, HEADS, n, m), (1, 1, n, m), (1, HEADS, 1, m), (BATCH, 1, n, 1)):
+        dense = torch.rand(shape, generator=torch.Generator().manual_seed(m)) < 0.9
+        dense[..., : n // 2, :] = True
+        wide = dense.expand(*shape[:2], n, m)
+        words = pack_dense(wide)
+        lanes = (words[..., None] >> torch.arange(32)) & 1
+        lanes = lanes.flatten(-2)
+        if shape[3] == 1:
+            assert (lanes == lanes[..., :1]).all()
+            lanes = lanes[..., :1]
+        else:
+            assert not lanes[..., m:].any()
+        assert torch.equal(lanes[..., :m].bool().expand(*shape[:2], -1, m).expand_as(wide), wide)
+        for block_m, block_n in ((16, 32), (8, 64)):
+            for transposed in (False, True):
+                p = problem(tw.full(), n, m)
+                bytes_, bits = (tile_kinds(p, MaskTensors(dense=t), block_m, block_n, transposed) for t in (wide, words))
+                assert torch.equal(bytes_, bits), (shape, block_m, block_n, transposed)
+
+
 def test_what_is_broadcast_is_read_once():
     """A mask that is the same for all batches, heads or rows makes one list for all of them."""
     shape = (BATCH, HEADS, 9, 13)

@@ -34,7 +34,7 @@ LENGTHS = {"short": 1024, "medium": 4096, "long": 16384}
 
 def _problem(head_dim=64, seqlen_q=64, seqlen_k=64, batch=1, heads_kv=1, group=1, upper=None, lower=None, align="bottom_right"):
     text = f"batch={batch} heads={heads_kv * group}/{heads_kv} seqlen={seqlen_q}x{seqlen_k} head_dim={words(head_dim)} arch=sm_90"
-    spec = Spec(upper=upper, lower=lower, align=align)
+    spec = Spec(upper=upper, lower=lower, align=align, deterministic=True)
     return dataclasses.replace(Problem.parse(text, software=Runtime((3, 9))), spec=spec)
 
 

@@ -103,7 +103,7 @@ def test_a_list_of_tiles_is_walked_carefully_by_each_head_alone():
         few = _problem(f"batch=64 heads=32/8 seqlen=20x4000 head_dim=128 arch=sm_90 mask={mask}")
         assert packs(few, lookup(few)) == 1
         assert heads_kept(_problem(f"{LONG} mask={mask} grad=qkv")) == 0
-    long = "heads=16 seqlen=4096 head_dim=128 arch=sm_90 grad=qkv mask="
+    long = "batch=8 heads=16 seqlen=4096 head_dim=128 arch=sm_90 grad=qkv mask="
     assert heads_kept(_problem(f"{long}causal")) > heads_kept(_problem(f"{long}causal,alibi")) == 0
     few = "batch=64 heads=32/8 seqlen=20x4000 head_dim=128 arch=sm_90 mask="
     assert [packs(_problem(few + mask), lookup(_problem(few + mask))) for mask in ("sink", "softcap:30", "alibi")] == [4, 4, 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.plan import MaskTensors, block_table, kinds_in, table_of, tile_kinds
+from tilewise.plan import MaskTensors, block_table, kinds_in, packed_mask, table_of, tile_kinds
 
 N = 90
 BACKENDS = ("torch", "triton")
@@ -86,13 +86,21 @@ def test_a_pass_that_was_not_planned_makes_its_own_table():
 
 
 def test_tables_come_out_as_they_went_in():
+    from tilewise.backends.tables import pack_dense
+
     q, k, _ = qkv()
     spec = tw.plan(q, k, dense(), backend="triton")
     problem = tw.Problem.bind(q, k, k, spec, grad="qkv")
     mask = MaskTensors(dense=spec.tensors.dense)
-    found = [part.split("x") for part in spec.plan.split("/")[2:]]
+    bits, *found = spec.plan.split("/")[2:]
+    assert bits.endswith("b")
+    packed = packed_mask(problem, spec.tensors, pack_dense)
+    assert packed is not None
+    assert packed.dense is not None
+    assert torch.equal(packed.dense, pack_dense(spec.tensors.dense))
+    assert packed.dense.untyped_storage().data_ptr() == spec.tensors.plan.untyped_storage().data_ptr()
     assert len(found) == 2
-    for m, n in found:
+    for m, n in (part.split("x") for part in found):
         transposed, block_m, block_n = n.endswith("t"), int(m), int(n.rstrip("t"))
         kinds = tile_kinds(problem, mask, block_m, block_n, transposed)
         made, kept = block_table(kinds, transposed), table_of(problem, spec.tensors, block_m, block_n, transposed)

@@ -34,19 +34,27 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
     given = [n for n, there in (("causal", causal), ("window", window is not None), ("align", align is not None)) if there]
     if spec.returns:
         raise InvalidInput(f"spec has returns={spec.returns!r}, which the functions set themselves: call the one that returns it.")
+    if spec.deterministic is not None:
+        raise InvalidInput(f"spec has deterministic={spec.deterministic}, which is an argument of attention: give it there.")
     if given:
         raise InvalidInput(f"spec and {' and '.join(given)} are both given, but spec already says it all: drop one of them.")
     return spec
 
 
-_WITHOUT_WINDOW = {False: str(spec_of(False, None, None)), True: str(spec_of(True, None, None))}
+def _with_mode(spec: Spec, deterministic: bool | None) -> Spec:
+    return spec if deterministic is None else dataclasses.replace(spec, deterministic=deterministic)
 
 
-def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, align: str | None) -> str:
+_WITHOUT_WINDOW = {
+    (causal, mode): str(_with_mode(spec_of(causal, None, None), mode)) for causal in (False, True) for mode in (None, False, True)
+}
+
+
+def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, align: str | None, deterministic: bool | None) -> str:
     """The string of the spec of these arguments, kept for those without a window."""
     if window is None and align is None and (causal is False or causal is True):
-        return _WITHOUT_WINDOW[causal]
-    return str(spec_of(causal, window, align))
+        return _WITHOUT_WINDOW[causal, deterministic]
+    return str(_with_mode(spec_of(causal, window, align), deterministic))
 
 
 def _returning(name: str, spec: Spec, wanted: object) -> Spec:
@@ -97,6 +105,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -115,6 +124,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -133,6 +143,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -151,6 +162,7 @@ def attention(
     precision: str | None = ...,
     backend: str = ...,
     spec: Spec | None = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -168,6 +180,7 @@ def attention(
     precision: str | None = None,
     backend: str = "auto",
     spec: Spec | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact softmax attention, computed on tiles.
 
@@ -191,6 +204,9 @@ def attention(
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
         spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
+        deterministic: must the gradients have the same bits on every run? ``None`` (the default): if
+            ``torch.use_deterministic_algorithms`` is on when they are computed. ``False``: no, whatever is faster. It makes a
+            difference on the ``hopper`` backend only; the others are always deterministic, and take False as well.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``
@@ -208,23 +224,29 @@ def attention(
     largest score), with a backward pass through the primal outputs beside them; second derivatives are refused. Under
     ``torch.autocast`` q, k and v are cast to the autocast dtype unless they are float64, as PyTorch's own attention does.
 
-    Deterministic: forward and backward give the same bits on every run of one configuration on one device.
+    Deterministic: the forward pass gives the same bits on every run of one configuration on one device, and so does the backward
+    pass, but for a kernel of the ``hopper`` backend that adds dq up in memory in any order: ``deterministic`` says whether it may.
 
     Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips), 3.5 times that backward and 3
     times that for o, lse and their forward-mode derivatives in one pass.
     Extra memory: o and lse forward; the gradients and one float32 a row backward (the torch backend also holds tiles of a fixed
     size, and float32 sums of dk and dv while it works on half-precision inputs; wide heads keep weights, in at most as much memory
-    as a few copies of dq). Nothing grows with seqlen_q * seqlen_k.
+    as a few copies of dq). Nothing grows with seqlen_q * seqlen_k, but what says which tiles a mask of tensors has, and
+    the bits of a dense one.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     plain = is_plain(q, k, v)
     tensors, bare = NO_TENSORS, True
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise InvalidInput(
+            f"deterministic must be True, False or None, got {deterministic!r} of type {type(deterministic).__name__}."
+        )
     if plain and spec is None and return_max_logit is False:
-        mask = _known_mask(causal, window, align)
+        mask = _known_mask(causal, window, align, deterministic)
     else:
-        whole = _spec(causal, window, align, spec)
+        whole = _with_mode(_spec(causal, window, align, spec), deterministic)
         if return_max_logit is not False:
             whole, plain = _returning("max_logit", whole, return_max_logit), False
         tensors = whole.tensors
@@ -287,7 +309,8 @@ def plan(
             shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
 
     Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
-    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own.
+    without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own; on the
+    ``triton`` backend also one bit for each element of a dense mask.
     """
     if not isinstance(spec, Spec):
         raise InvalidInput(f"spec must be a tilewise.Spec, got {type(spec).__name__}: build one with tilewise.segments(...), say.")
@@ -306,7 +329,7 @@ def plan(
     if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
         return mask
     make = getattr(chosen, "make_table", made_table)
-    return planned(mask, tensors, problem, chosen.geometries(problem), make)
+    return planned(mask, tensors, problem, chosen.geometries(problem), make, getattr(chosen, "pack_dense", None))
 
 
 def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:

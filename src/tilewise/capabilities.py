@@ -27,7 +27,8 @@ class Capability:
     head_dim_v; ``forward_only`` are pairs without a gradient, ``plain_gradients`` those with gradients of specs without terms only.
     ``bulk_only`` asks for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate
     (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what
-    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives.
+    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
+    ``always_deterministic`` whether gradients have the same bits on every run even where a call does not ask for it.
     """
 
     backend: str
@@ -39,7 +40,7 @@ class Capability:
     triton: tuple[int, int] | None = None
     interpretable: bool = False
     min_compute_capability: int = 0
-    deterministic: bool = True
+    always_deterministic: bool = True
     archs: tuple[str, ...] | None = None
     head_dims: tuple[tuple[int, int], ...] | None = None
     forward_only: tuple[tuple[int, int], ...] = ()
@@ -67,6 +68,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         plain_gradients=((96, 96), (192, 128), (192, 192)),
         bulk_only=True,
         gradients="qkvs",
+        always_deterministic=False,
         terms=("softcap", "alibi", "sink", "segment", "row"),
     ),
     Capability(

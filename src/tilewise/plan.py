@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,15 +27,18 @@ __all__ = [
     "EMPTY",
     "FREE",
     "MASKED",
+    "WORD",
     "BlockTable",
     "MaskTensors",
     "Masked",
     "TilePlan",
     "block_table",
     "check_fresh",
+    "collapsed",
     "extents_of",
     "kinds_in",
     "made_table",
+    "packed_mask",
     "planned",
     "table_of",
     "tile_kinds",
@@ -42,6 +46,8 @@ __all__ = [
 
 # In this order, the kind of a conjunction is the least kind of its terms.
 EMPTY, MASKED, FREE = 0, 1, 2
+
+WORD = 32  # keys in a word of a packed dense mask, the first in its lowest bit; those past the last key are 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class MaskTensors(NamedTuple):
     segment_k: torch.Tensor | None = None  # integers (batch, seqlen_k)
     row_start: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
     row_end: torch.Tensor | None = None  # integers (batch, heads_q, seqlen_q)
-    dense: torch.Tensor | None = None  # bool (batch, heads_q, seqlen_q, seqlen_k)
+    dense: torch.Tensor | None = None  # bool (batch, heads_q, seqlen_q, seqlen_k), or its bits: int32, WORD keys in each
 
     @classmethod
     def of(cls, tensors: Tensors) -> MaskTensors | None:
@@ -154,26 +160,37 @@ def made_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
 
 def extents_of(mask: MaskTensors) -> tuple[int, int]:
     """How many batches and heads have a table of their own."""
-    shapes = [_collapsed(t).shape for t in mask if t is not None]
+    shapes = [collapsed(t).shape for t in mask if t is not None]
     return max(shape[0] for shape in shapes), max((shape[1] for shape in shapes if len(shape) > 2), default=1)
 
 
 def planned(
-    spec: Spec, mask: MaskTensors, problem: Problem, geometries: Iterable[Geometry], make: Callable[..., BlockTable] = made_table
+    spec: Spec,
+    mask: MaskTensors,
+    problem: Problem,
+    geometries: Iterable[Geometry],
+    make: Callable[..., BlockTable] = made_table,
+    pack: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Spec:
-    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for."""
-    p = problem
+    """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for. ``pack`` makes the bits of a
+    dense mask, which the plan then holds, too."""
+    p, own = problem, mask
     parts, names, extents = [], [], ""
+    if mask.dense is not None and pack is not None:
+        words = pack(mask.dense)
+        mask = mask._replace(dense=words)
+        parts.append(words.flatten())
+        names.append("x".join(map(str, words.shape)) + "b")
     for block_m, block_n, transposed in sorted(set(geometries)):
         table = make(p, mask, block_m, block_n, transposed)
         parts += [table.counts.flatten(), table.tiles.flatten()]
         names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
         extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
-    if not parts:
+    if not extents:
         return spec
     layout = "/".join((f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}", extents, *names))
     tensors = spec.tensors._replace(plan=torch.cat(parts))
-    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(mask))
+    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(own))
 
 
 def versions_of(mask: MaskTensors) -> tuple[int, ...]:
@@ -195,18 +212,38 @@ def check_fresh(spec: Spec) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry, tuple[int, tuple[int, int, int, int]]]:
-    """Where each table of a plan begins, and the shape of its ``tiles``."""
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry | str, tuple[int, tuple[int, int, int, int]]]:
+    """Where each table of a plan begins, and the shape of its ``tiles``; where its "bits" are, and their shape."""
     _, extents, *names = plan.split("/")
     batch, heads = map(int, extents.split("x"))
-    places, at = {}, 0
+    places: dict[Geometry | str, tuple[int, tuple[int, int, int, int]]] = {}
+    at = 0
     for name in names:
+        if name.endswith("b"):
+            b, h, rows, words = map(int, name[:-1].split("x"))
+            places["bits"] = at, (b, h, rows, words)
+            at += b * h * rows * words
+            continue
         block_m, block_n = map(int, name.rstrip("t").split("x"))
         m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         rows, width = (n_blocks, m_blocks) if name.endswith("t") else (m_blocks, n_blocks)
         places[block_m, block_n, name.endswith("t")] = at, (batch, heads, rows, width)
         at += batch * heads * rows * (2 + width)
     return places
+
+
+def packed_mask(problem: Problem, tensors: Tensors, pack: Callable[[torch.Tensor], torch.Tensor]) -> MaskTensors | None:
+    """The mask of a call with the bits of its dense term: those of the spec's plan if it has them, else new ones."""
+    mask = MaskTensors.of(tensors)
+    if mask is None or mask.dense is None:
+        return mask
+    found = None
+    if tensors.plan is not None:
+        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get("bits")
+    if tensors.plan is None or found is None:
+        return mask._replace(dense=pack(mask.dense))
+    at, shape = found
+    return mask._replace(dense=tensors.plan[at : at + math.prod(shape)].view(shape))
 
 
 def table_of(
@@ -216,9 +253,11 @@ def table_of(
     block_n: int,
     transposed: bool = False,
     make: Callable[..., BlockTable] = made_table,
+    mask: MaskTensors | None = None,
 ) -> BlockTable | None:
-    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask."""
-    mask = MaskTensors.of(tensors)
+    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask.
+    ``mask``: what a new one is made of, if not the tensors as they are."""
+    mask = mask or MaskTensors.of(tensors)
     if mask is None:
         return None
     packed, found = tensors.plan, None
@@ -250,7 +289,7 @@ def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
     if mask.row_start is not None and mask.row_end is not None:
         kinds = torch.minimum(kinds, _row_kinds(mask.row_start, mask.row_end, p.seqlen_k, block_m, block_n))
     if mask.dense is not None:
-        kinds = torch.minimum(kinds, _dense_kinds(mask.dense, block_m, block_n))
+        kinds = torch.minimum(kinds, _dense_kinds(mask.dense, p.seqlen_k, block_m, block_n))
     return kinds
 
 
@@ -299,7 +338,7 @@ def _kinds(seen: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
     return seen.to(torch.int8) + free.to(torch.int8)
 
 
-def _collapsed(t: torch.Tensor) -> torch.Tensor:
+def collapsed(t: torch.Tensor) -> torch.Tensor:
     """The same tensor with extent 1 where its stride is 0: nothing that is broadcast is read twice."""
     for dim, stride in enumerate(t.stride()):
         if stride == 0 and t.shape[dim] > 1:
@@ -328,7 +367,7 @@ def _largest(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
     """By the least and the largest id of a tile: apart, one and the same, or perhaps something in common."""
-    segment_q, segment_k = _collapsed(segment_q), _collapsed(segment_k)
+    segment_q, segment_k = collapsed(segment_q), collapsed(segment_k)
     q_lo, q_hi = (_by_tile(segment_q, 1, block_m, f)[:, None, :, None] for f in (_least, _largest))
     k_lo, k_hi = (_by_tile(segment_k, 1, block_n, f)[:, None, None, :] for f in (_least, _largest))
     return _kinds(*segment_tile(q_lo, q_hi, k_lo, k_hi))
@@ -336,7 +375,7 @@ def _segment_kinds(segment_q: torch.Tensor, segment_k: torch.Tensor, block_m: in
 
 def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
     """By the union and the intersection of the intervals of a tile's queries."""
-    row_start, row_end = _collapsed(row_start), _collapsed(row_end)
+    row_start, row_end = collapsed(row_start), collapsed(row_end)
     start_lo, start_hi = (_by_tile(row_start, 2, block_m, f)[..., None] for f in (_least, _largest))
     end_lo, end_hi = (_by_tile(row_end, 2, block_m, f)[..., None] for f in (_least, _largest))
     first = torch.arange(0, seqlen_k, block_n, device=row_start.device)
@@ -344,11 +383,25 @@ def _row_kinds(row_start: torch.Tensor, row_end: torch.Tensor, seqlen_k: int, bl
     return _kinds(*row_tile(first, end, start_lo, start_hi, end_lo, end_hi))
 
 
-def _dense_kinds(dense: torch.Tensor, block_m: int, block_n: int) -> torch.Tensor:
+@functools.lru_cache(maxsize=32)
+def _full_words(seqlen_k: int, device: torch.device) -> torch.Tensor:
+    """The words of a row that sees every key."""
+    words = torch.full((-(-seqlen_k // WORD),), -1, dtype=torch.int32, device=device)
+    if seqlen_k % WORD:
+        words[-1] = (1 << seqlen_k % WORD) - 1
+    return words
+
+
+def _dense_kinds(dense: torch.Tensor, seqlen_k: int, block_m: int, block_n: int) -> torch.Tensor:
     """By "any" and "all" over the elements of each tile, keys first, so that what is left for queries is small."""
-    dense = _collapsed(dense)
+    dense = collapsed(dense)
+    some = every = dense
+    if dense.dtype == torch.int32:
+        some, every, block_n = dense != 0, dense == _full_words(seqlen_k, dense.device)[: dense.shape[3]], block_n // WORD
+        if dense.shape[3] == 1:  # perhaps the same for all keys
+            every = every | (dense == -1)
 
-    def over(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        return _by_tile(_by_tile(dense, 3, block_n, reduce), 2, block_m, reduce)
+    def over(t: torch.Tensor, reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        return _by_tile(_by_tile(t, 3, block_n, reduce), 2, block_m, reduce)
 
-    return _kinds(over(torch.any), over(torch.all))
+    return _kinds(over(some, torch.any), over(every, torch.all))

@@ -170,6 +170,9 @@ class Spec:
             no result. A spec that is combined with another loses it.
         returns: what is wanted besides ``o`` and ``lse`` (a name out of ``RETURNS``), as the public functions set it; ``""`` for
             nothing. A spec that is combined with another loses it.
+        deterministic: must the gradients have the same bits on every run (True), need they not (False), or as
+            ``torch.use_deterministic_algorithms`` says when they are computed (``None``)? ``attention`` sets it. A spec that is
+            combined with another loses it.
         tensors: the tensors that the terms name, by reference. Two specs are equal if they hold the very same tensors.
 
     Raises:
@@ -189,6 +192,7 @@ class Spec:
     plan: str = ""
     versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     returns: str = ""
+    deterministic: bool | None = None
 
     def __post_init__(self) -> None:
         _bound("upper", self.upper)
@@ -201,7 +205,7 @@ class Spec:
             object.__setattr__(self, "align", "bottom_right")
 
     def _value(self) -> tuple[object, ...]:
-        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan, self.returns)
+        terms = (self.sink, self.segment, self.row, self.dense, self.dropout, self.plan, self.returns, self.deterministic)
         return (self.upper, self.lower, self.align, self.score, *terms, *(None if t is None else id(t) for t in self.tensors))
 
     def __eq__(self, other: object) -> bool:
@@ -301,6 +305,8 @@ class Spec:
             parts.append(f"plan:{self.plan}")
         if self.returns:
             parts.append(f"returns:{self.returns}")
+        if self.deterministic is not None:
+            parts.append(f"deterministic:{'yes' if self.deterministic else 'no'}")
         return ",".join(parts) if parts else "full"
 
     @staticmethod
@@ -324,6 +330,8 @@ class Spec:
                     raise InvalidInput(f"mask {text!r}: {name} needs an int, got {value!r}.") from None
             elif name in ("align", "plan", "returns"):
                 fields[name] = value
+            elif name == "deterministic" and value in ("yes", "no"):
+                fields[name] = value == "yes"
             elif name == "softcap":
                 score.append(f"softcap:{_number(text, name, value)!r}")
             elif name == "fn" and _FN_STEP.fullmatch(value):

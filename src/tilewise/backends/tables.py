@@ -1,4 +1,5 @@
-"""The table of tiles of a mask whose tensors are ids and intervals, in one kernel: ``plan.block_table(plan.tile_kinds(...))``."""
+"""What kernels read of masks that are tensors, each in one kernel: the table of tiles of ids and intervals
+(``plan.block_table(plan.tile_kinds(...))``) and the bits of a dense mask."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import triton
 import triton.language as tl
 
 from .. import bodies
-from ..plan import BlockTable, MaskTensors, block_table, extents_of, tile_kinds
+from ..plan import WORD, BlockTable, MaskTensors, block_table, collapsed, extents_of, tile_kinds
 from ..problem import Problem
 from .launching import Launch, broadcast_strides
 
-__all__ = ["launch_table", "make_table"]
+__all__ = ["launch_pack", "launch_table", "make_table", "pack_dense"]
 
 
 def _shared(body):
@@ -155,3 +156,44 @@ def make_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
     )
     launch_table(p, mask, block_m, block_n, transposed, table).run()
     return table
+
+
+@triton.jit
+def _pack_kernel(
+    dense, words, batch_stride, head_stride, q_stride, k_stride, heads, seqlen_q, seqlen_k, width,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """WORDS words of ROWS rows. Grid: (row tiles x word tiles) x heads x batch."""
+    tiles = tl.cdiv(width, WORDS)
+    row = tl.program_id(0) // tiles
+    first = (tl.program_id(0) - row * tiles) * WORDS
+    rows = row * ROWS + tl.arange(0, ROWS)
+    keys = first * WORD + tl.arange(0, WORDS * WORD)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    at = batch * batch_stride + head * head_stride
+    at = at + rows.to(tl.int64)[:, None] * q_stride + keys.to(tl.int64)[None, :] * k_stride
+    seen = tl.load(dense + at, mask=(rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k), other=0) != 0
+    bits = tl.reshape(seen.to(tl.int32), [ROWS, WORDS, WORD]) << tl.arange(0, WORD)[None, None, :]
+    columns = first + tl.arange(0, WORDS)
+    to = words + ((batch * heads + head) * seqlen_q + rows.to(tl.int64)[:, None]) * width + columns[None, :]
+    tl.store(to, tl.sum(bits, 2), mask=(rows[:, None] < seqlen_q) & (columns[None, :] < width))
+
+
+def launch_pack(dense: torch.Tensor, words: torch.Tensor) -> Launch:
+    batch, heads, rows, keys = dense.shape
+    width = words.shape[3]
+    args = (dense.view(torch.uint8), words, *dense.stride(), heads, rows, keys, width)
+    options = {"ROWS": 16, "WORDS": 8, "WORD": WORD, "num_warps": 4}
+    return Launch(_pack_kernel, (triton.cdiv(rows, 16) * triton.cdiv(width, 8), heads, batch), args, options)
+
+
+def pack_dense(dense: torch.Tensor) -> torch.Tensor:
+    """The bits of a dense mask (``plan.WORD``), extent 1 along dims that it broadcasts in: all bits of a word where those are its
+    keys."""
+    dense = collapsed(dense)
+    if dense.shape[3] == 1:
+        return -dense.to(torch.int32)
+    words = torch.empty((*dense.shape[:3], triton.cdiv(dense.shape[3], WORD)), dtype=torch.int32, device=dense.device)
+    launch_pack(dense, words).run()
+    return words

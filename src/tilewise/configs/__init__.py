@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
+from .terms import SHARED, TERMS, bias_members, term_of
 from .tiles import chunks, padded
 
 __all__ = [
     "PASSES",
     "Config",
+    "bias_members",
     "chunks",
     "default_config",
     "forget",
@@ -27,11 +29,12 @@ __all__ = [
     "lookup",
     "origin",
     "padded",
+    "shared_config",
     "shared_memory",
     "splits_dkdv",
 ]
 
-PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads, and "jvp"
+PASSES = ("fwd", "dkdv", "dk", "dv", "dq")  # and "dbias", which streams all that it reads, "dq_bias" (both), and "jvp"
 
 
 IN_CHUNKS = ("fwd", "dkdv", "dk", "dv", "dq")  # passes that may take columns in two tiles
@@ -80,6 +83,9 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     streamed = streamed_rows * (read + (8 if keys_resident else 0))  # with lse and delta
     if pass_ == "jvp":  # every tile may have a tangent beside it
         resident, streamed = rows * first * 2, streamed_rows * both * 2
+    if pass_ == "dq_bias":
+        members = max(1, bias_members(p))
+        resident, streamed = resident * members, streamed * members
     if pass_ == "dbias":
         resident, streamed = 0, (rows + streamed_rows) * both + rows * 16
     bias = p.operand("bias")
@@ -150,7 +156,7 @@ def misadded(problem: Problem, by_pointers: bool) -> bool:
 
 def _most_split(problem: Problem, pass_: str) -> int:
     """How many programs may share the columns of a result: each takes 16 at least."""
-    if pass_ in ("dkdv", "dbias", "jvp"):
+    if pass_ in ("dkdv", "dbias", "dq_bias", "jvp"):
         return 1
     return padded(problem.head_dim_v if pass_ in ("fwd", "dv") else problem.head_dim) // 16
 
@@ -263,6 +269,9 @@ def _shipped(arch: str) -> tuple[str, dict[tuple[str, int, int, bool, str], Conf
     return f"shipped record, {content['device']}, {content['date']}", out
 
 
+MEASURED_TERMS = "configs/terms.py, NVIDIA H200, 2026-11-30"
+
+
 @functools.lru_cache(maxsize=4096)
 def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     _, _, has_upper, has_lower = problem.bounds
@@ -272,6 +281,10 @@ def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     own = records.find(problem, "triton", pass_)
     if own is not None and not masked and illegal(problem, pass_, own.config) is None:
         return own.config, own.origin
+    term = TERMS.get((problem.arch.name, term_of(problem) or "", problem.itemsize, wide, pass_))
+    measured = term is not None and length_class(problem, pass_) != "short" and not in_two_tiles(problem)
+    if term is not None and measured and illegal(problem, pass_, Config(*term)) is None:
+        return Config(*term), MEASURED_TERMS
     # The words that decide on weights take registers as well: so much that the measured tiles of these passes would spill.
     masked = masked or (bool(problem.spec.dropout) and pass_ == ("fwd" if wide >= 128 else "dkdv"))
     where, shipped = _shipped(problem.arch.name)
@@ -280,6 +293,15 @@ def _lookup(problem: Problem, pass_: str) -> tuple[Config, str]:
     if config is not None and not masked and illegal(problem, pass_, config) is None:
         return config, where
     return default_config(problem, pass_), records.BUILT_IN
+
+
+def shared_config(problem: Problem) -> Config | None:
+    """The config of the kernel that makes dq and the gradient of a bias together; None where each has a pass of its own."""
+    members = bias_members(problem)
+    if not members:
+        return None
+    config = Config(*SHARED[problem.arch.name][1][members - 1])
+    return config if illegal(problem, "dq_bias", config) is None else None
 
 
 def lookup(problem: Problem, pass_: str) -> Config:

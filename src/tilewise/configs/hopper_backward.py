@@ -9,22 +9,27 @@ from . import records
 from .hopper import columns
 
 __all__ = [
+    "ADDING",
+    "ADDS",
     "DKDV",
     "DQ",
     "EARLY",
     "KEEPS",
     "KEPT",
+    "AddingConfig",
     "BackwardConfig",
     "Dims",
     "KeptConfig",
     "KeysConfig",
     "QueriesConfig",
+    "adds",
     "dims_of",
     "fuses",
     "heads_kept",
     "illegal",
     "illegal_backward",
     "in_chunks",
+    "lookup_adding",
     "lookup_dkdv",
     "lookup_dq",
     "lookup_kept",
@@ -72,6 +77,19 @@ class KeptConfig:
     stages: int
     consumer_registers: int
     producer_registers: int
+
+
+@dataclass(frozen=True)
+class AddingConfig:
+    """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
+    keys each, and the warpgroup that adds."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    ds_slots: int
+    consumer_registers: int
+    adder_registers: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +143,7 @@ RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
 SPACIOUS = {64: 1}
 
+ADDING: dict[int, tuple[AddingConfig, ...]] = {64: (AddingConfig(128, 128, 3, 2, 216, 72),)}
 KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
     128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
@@ -150,6 +169,9 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, False): (),
     (192, True): (),
 }
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by head_dim: classes of the number of keys.
+# It knows no bounds. An empty class switches it off, whatever a call asks for.
+ADDS: dict[int, tuple[str, ...]] = {64: ("short", "medium", "long")}
 
 
 def dims_of(problem: Problem) -> Dims:
@@ -173,13 +195,17 @@ def _never_keeps(problem: Problem) -> bool:
     return problem.spec.segment or problem.spec.row or "alibi" in problem.spec.steps
 
 
-def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> int:
+def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> int:
     """Bytes of shared memory that this config needs at most; a kernel over keys with ds on its way to memory."""
     row, row_v = problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize
     ramp = 32 if problem.spec.steps == ("alibi",) else 0  # for each row of a streamed tile
     if isinstance(config, QueriesConfig):
         tiles = config.block_m * (row + row_v) + config.block_n * (config.k_stages * row + config.v_stages * row_v)
         return tiles + ramp * config.block_n + _BARRIERS
+    if isinstance(config, AddingConfig):
+        streamed = config.stages * config.block_m * (2 * row + 8)
+        handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
+        return 2 * config.block_n * row + streamed + handed + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (row + row_v + 8) + ramp * config.block_m
@@ -189,9 +215,13 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     return config.block_n * (row + row_v) + streamed + config.p_slots * handed + kept + _BARRIERS
 
 
-def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> str | None:
+def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | AddingConfig) -> str | None:
     """Why this config may not run this problem; None if it may."""
-    if isinstance(config, KeysConfig):
+    if isinstance(config, AddingConfig):
+        blocks = {"block_m": (64, 128), "block_n": (128,)}
+        if config.stages < 3:
+            return f"stages is {config.stages}, expected at least 3: tiles are fed ahead of the adds"
+    elif isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
         if in_chunks(problem):
             blocks = {"block_m": (64,), "block_n": (64,) if config.p_slots else (128,)}
@@ -214,6 +244,11 @@ def illegal_backward(problem: Problem, config: BackwardConfig) -> str | None:
         return "ds is kept in memory and there is a lower bound: a band would fill little of that memory"
     parts = [part for part in (config.keys, config.queries, config.kept) if part is not None]
     return next((why for why in (illegal(problem, part) for part in parts) if why is not None), None)
+
+
+def _length(problem: Problem) -> str:
+    """The class of the number of keys, in ``KEEPS`` and ``ADDS``."""
+    return "short" if problem.seqlen_k < 2048 else "medium" if problem.seqlen_k < 8192 else "long"
 
 
 def _own(problem: Problem) -> records.Found | None:
@@ -249,6 +284,22 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
     return (own and own.config.queries) or DQ[dims_of(p)][place]
 
 
+def adds(problem: Problem, config: AddingConfig) -> bool:
+    """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
+    programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
+    return _length(problem) in ADDS[problem.head_dim] and programs >= problem.arch.multiprocessors
+
+
+def lookup_adding(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
+    only they can do it."""
+    p = problem
+    if p.head_dim not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or p.bounds[2] or p.bounds[3]:
+        return None
+    config = ADDING[p.head_dim][0]
+    return config if adds(p, config) else None
+
+
 def lookup_kept(problem: Problem) -> KeptConfig:
     """The config of the kernel that makes dq from a ds in memory."""
     own = _own(problem)
@@ -268,8 +319,7 @@ def _keeps(problem: Problem) -> bool:
     own = _own(p)
     if own is not None:
         return own.config.kept is not None
-    length = "short" if p.seqlen_k < 2048 else "medium" if p.seqlen_k < 8192 else "long"
-    return not has_lower and length in KEEPS[dims_of(p), has_upper]
+    return not has_lower and _length(p) in KEEPS[dims_of(p), has_upper]
 
 
 def heads_kept(problem: Problem) -> int:

@@ -29,7 +29,8 @@ class Call:
 
     ``do`` is the gradient of o and ``dlse`` that of lse; ``None`` means that the loss does not use that output. With both
     ``None`` only the forward pass is run. ``returns`` names what is wanted besides o and lse (out of ``spec.RETURNS``),
-    ``fixed`` the tensors of the spec (out of ``TRAINED``) whose gradient nobody wants.
+    ``fixed`` the tensors of the spec (out of ``TRAINED``) whose gradient nobody wants, ``deterministic`` what ``attention`` is
+    told.
     """
 
     q: torch.Tensor
@@ -42,6 +43,7 @@ class Call:
     precision: str | None = None
     returns: str = ""
     fixed: tuple[str, ...] = ()
+    deterministic: bool | None = None
 
     @property
     def scale(self) -> float:
@@ -57,7 +59,7 @@ class Call:
         also = tuple(t for t in (self.do,) if t is not None)
         trained = (getattr(self.spec.tensors, name) is not None and name not in self.fixed for name in TRAINED)
         grad = grad_letters(True, True, True, *trained) if self.has_gradient else ""
-        spec = dataclasses.replace(self.spec, returns=self.returns)
+        spec = dataclasses.replace(self.spec, returns=self.returns, deterministic=self.deterministic)
         return Problem.bind(self.q, self.k, self.v, spec, self.sm_scale, self.precision, grad, also)
 
     def replace(self, **changes: object) -> Call:
@@ -106,12 +108,14 @@ def evaluate(call: Call, backend: str | Callable[..., tuple[torch.Tensor, torch.
     q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
     arguments = {"spec": spec_with(call.spec, leaves), "sm_scale": call.sm_scale, "precision": call.precision}
     more: dict[str, torch.Tensor] = {}
+    mode = call.deterministic
     if callable(backend):
         o, lse = backend(q, k, v, **arguments)
     elif call.returns == "max_logit":
-        o, lse, more["max_logit"] = attention(q, k, v, return_lse=True, return_max_logit=True, backend=backend, **arguments)
+        wanted = {"return_lse": True, "return_max_logit": True}
+        o, lse, more["max_logit"] = attention(q, k, v, backend=backend, deterministic=mode, **wanted, **arguments)
     else:
-        o, lse = attention(q, k, v, return_lse=True, backend=backend, **arguments)
+        o, lse = attention(q, k, v, return_lse=True, backend=backend, deterministic=mode, **arguments)
     if isinstance(backend, str) and call.returns in ("weights", "column_sums"):
         with torch.no_grad():
             if call.returns == "weights":

@@ -14,13 +14,14 @@ import torch
 
 from ..arch import arch_of
 from ..capabilities import CAPABILITIES, Capability, refuse
+from ..configs.hopper_backward import ADDING
 from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, Entry, run_call
 from .gauntlet import entry as entry_of
-from .large import LARGE, all_configs, busy, free_gib
+from .large import LARGE, adding, all_configs, busy, free_gib
 from .tangents import JVP_ENTRIES, run_jvp
 from .tolerance import Result
 
@@ -144,6 +145,34 @@ def _run_fitting(build: Callable[[], Call], backend: str, name: str) -> list[Res
     return [] if call is None else run_call(call, backend, name)
 
 
+def _run_adding(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
+    """A call that need not be deterministic, by the kernel that adds dq up in memory."""
+    with adding():
+        call = fit(build().replace(deterministic=False), backend)
+        return [] if call is None else run_call(call, backend, name)
+
+
+def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int) -> list[Job]:
+    """Named inputs and random ones without bounds, which that kernel does not know, once more in the other mode."""
+    drawn: list[tuple[str, torch.dtype, Callable[[], Call]]] = []
+    for dtype, dim, entry in itertools.product(dtypes, ADDING, GAUNTLET):
+        if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms):
+            at = dataclasses.replace(entry.at_head_dims(dim, dim), spec=Spec())
+            drawn.append((at.name, dtype, partial(at.build, device, dtype, seed)))
+    rng = random.Random(seed + 1)
+    for i in range(randoms):
+        dtype = dtypes[i % len(dtypes)]
+        shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in ADDING))
+        arguments["spec"] = Spec()
+        batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, _ = shape
+        name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}"
+        drawn.append((name, dtype, partial(random_call, shape, device=device, dtype=dtype, **arguments)))
+    return [
+        Job(c.backend, _name(dtype), f"{name}, dq added up", partial(_run_adding, build, c.backend, f"{name}, dq added up"))
+        for name, dtype, build in drawn
+    ]
+
+
 def _tf32_call(name: str, device: torch.device, seed: int) -> Call:
     return entry_of(name).build(device, torch.float32, seed).replace(precision="tf32")
 
@@ -207,6 +236,8 @@ def jobs(
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")
                 out.append(Job(c.backend, "float32", f"{name}, tf32", work))
+        if not c.always_deterministic:
+            out += _adding_jobs(c, dtypes, where, seed, count)
         small = interpreted or quick
         for case in CASES:
             for dtype in case.dtypes:

@@ -19,7 +19,19 @@ import torch
 from ..arch import Runtime, runtime
 from ..capabilities import dims_text
 from ..configs.hopper import columns
-from ..configs.hopper_backward import DKDV, DQ, KEPT, Dims, KeptConfig, KeysConfig, QueriesConfig, padded_rows, shared_memory
+from ..configs.hopper_backward import (
+    ADDING,
+    DKDV,
+    DQ,
+    KEPT,
+    AddingConfig,
+    Dims,
+    KeptConfig,
+    KeysConfig,
+    QueriesConfig,
+    padded_rows,
+    shared_memory,
+)
 from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_hopper import loops
@@ -33,8 +45,8 @@ SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq or kept (dq of a ds in
-    memory); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
+    """What the compiler made of one kernel. ``kernel``: dkdv, keeps (dkdv that writes ds as well), dq, kept (dq of a ds in memory)
+    or adds (all three gradients); ``predicted``: bytes of shared memory that the config says it needs; ``spill``: bytes
     of spill stores and loads; ``free_loops``: instructions of the loops of the consumers that run without a mask (dq has one loop,
     in which free tiles branch around the mask); ``free_spills``: accesses to spilled registers in them; ``masked_spills``: in the
     other loops that multiply as much."""
@@ -54,7 +66,10 @@ class BackwardReport:
     masked_spills: int
 
 
-def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig) -> tuple[int, int]:
+_Config = KeysConfig | QueriesConfig | KeptConfig | AddingConfig
+
+
+def _products(problem: Problem, config: _Config) -> tuple[int, int]:
     """``(groups, products)``: warpgroups that multiply, and matrix instructions of each for one tile."""
     deep, deep_v = problem.head_dim // 16, problem.head_dim_v // 16
     # A product with a tile of keys or queries is one for each of its parts.
@@ -63,16 +78,14 @@ def _products(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig)
         return config.block_m // 64, 64 // 16 * parts
     if isinstance(config, QueriesConfig):
         return config.block_m // 64, deep + deep_v + config.block_n // 16 * parts
-    if config.p_slots:
+    if isinstance(config, KeysConfig) and config.p_slots:
         return 2, min(deep + config.block_m // 16 * parts_v, deep_v + config.block_m // 16 * parts)
     return config.block_n // 64, deep + deep_v + config.block_m // 16 * (parts + parts_v)
 
 
-def compile_backward(
-    problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig, mask: str, keeps: bool = False
-) -> BackwardReport:
+def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool = False) -> BackwardReport:
     """Compile the kernel of one config, after ``use_target("sm_90")``. ``keeps``: a kernel over keys writes ds to memory too."""
-    from ..backends.hopper import bwd_launch
+    from ..backends.hopper import bwd_add_launch, bwd_launch
 
     p = problem
     dtype = getattr(torch, p.dtype)
@@ -88,6 +101,10 @@ def compile_backward(
         table = _table(p, tensors, config.block_m, config.block_n, True)
         given = (q, k, v, do, rows, rows, k, v, ds if keeps else None)
         launch = bwd_launch.launch_dkdv(p, config, *given, tensors=tensors, table=table)
+    elif isinstance(config, AddingConfig):
+        gradients = bwd_add_launch.adding_plans(p, config, False)[1]
+        sums = torch.empty(rows.numel() * p.head_dim, dtype=torch.float32)
+        name, launch = "adds", gradients.launch(k, k, q, q, rows, rows, k, k, sums)
     elif isinstance(config, KeptConfig):
         name, launch = "kept", bwd_launch.launch_dq_kept(p, config, ds, k, q)
     else:
@@ -121,26 +138,31 @@ def words(dims: Dims) -> str:
     return dims_text((dims if isinstance(dims, tuple) else (dims, dims),))
 
 
-def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem, KeysConfig | QueriesConfig | KeptConfig, bool]]:
+def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
-    others no mask and a causal one; the kernels that write ds or read it know those two only.
+    others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
 
     ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
     full.
     """
     for dims in head_dims:
         tables = [(DKDV[dims], False), (DQ[dims], False), (DKDV[dims], True), (KEPT[dims], True)]
+        if isinstance(dims, int):
+            tables.append((ADDING.get(dims, ()), False))
         for configs, keeps in tables:
             for place, config in enumerate(configs):
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
                 for mask, bounds in MASKS.items():
+                    adding = isinstance(config, AddingConfig)
+                    if adding and mask not in ("full", "tail"):
+                        continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != "causal") and not every:
+                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ..arch import ARCHS
-from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, splits_dkdv
+from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, shared_config, splits_dkdv
 from ..configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ..errors import BackendBroken
-from ..plan import BlockTable, Masked, MaskTensors
+from ..plan import WORD, BlockTable, Masked, MaskTensors
 from ..problem import GRADIENTS, Problem, Tangents
 from ..spec import Tensors
 
@@ -120,6 +120,8 @@ def _table(problem: Problem, tensors: Tensors, block_m: int, block_n: int, trans
 def _masked(problem: Problem, tensors: Tensors, pass_: str, config: Config) -> Masked | None:
     """The mask of a pass with a table that nobody reads."""
     own, table = MaskTensors.of(tensors), _table(problem, tensors, config.block_m, config.block_n, pass_ in KEYS_RESIDENT)
+    if own is not None and own.dense is not None and config.block_n % WORD == 0:
+        own = own._replace(dense=torch.empty((*own.dense.shape[:3], -(-own.dense.shape[3] // WORD)), dtype=torch.int32))
     return None if own is None or table is None else Masked(own, table)
 
 
@@ -158,6 +160,9 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
     if "b" in problem.grad and tensors.bias is not None:
         config = (configs or {}).get("dbias") or lookup(problem, "dbias")
         dbias = torch.empty_like(tensors.bias)
+        shared = (configs or {}).get("dq_bias") or shared_config(problem)
+        if shared is not None:
+            launches["dq_bias"] = shared, backend.launch_dq_bias(problem, shared, *backward, t["dq"], dbias, tensors)
         launches["dbias"] = config, backend.launch_dbias(problem, config, *backward, dbias, tensors, MaskTensors.of(tensors))
     if problem.jvp:
         launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
@@ -225,7 +230,7 @@ def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
 def compile_problem(
     problem: Problem,
-    passes: tuple[str, ...] = ("delta", "dbias", "columns", "jvp", "weights", "tile_weights", "values", *PASSES),
+    passes: tuple[str, ...] = ("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", *PASSES),
     configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""

@@ -287,7 +287,7 @@ GAUNTLET: tuple[Entry, ...] = (
         window(20, 3),
         layout="strided_last",
     ),
-    Entry("two_tiles_96", "the second tile of columns under masked and free tiles", (1, 2, 1, 70, 90, 96, 96), window(70, 9)),
+    Entry("two_tiles_96", "the second of two tiles of columns, masked and free", (1, 2, 1, 70, 90, 96, 96), window(70, 9)),
     Entry("two_tiles_wide", "columns between two tiles and the whole", (1, 1, 1, 40, 70, 192, 144), causal()),
     Entry("wide_window", "free tiles between two masked edges", (1, 1, 1, 129, 200, 16, 32), window(70, 33, "top_left")),
     Entry(
@@ -464,6 +464,21 @@ GAUNTLET: tuple[Entry, ...] = (
         (2, 4, 2, 70, 100, 16, 16),
         causal(),
         terms="bias:k",
+    ),
+    Entry(
+        "bias_shared",
+        "dq and the gradient of a bias out of one kernel: a sequence left out, or its keys another's; tiles that no query sees",
+        (4, 4, 2, 70, 150, 16, 16),
+        window(60, 10),
+        loss="o+lse",
+        terms="bias:1hqk",
+    ),
+    Entry(
+        "bias_alone",
+        "the same of one sequence and of a bias of its own",
+        (2, 2, 1, 90, 70, 16, 24),
+        causal(),
+        terms="bias:bhqk",
     ),
     Entry("bias_of_batches", "the same over heads and keys", (2, 4, 2, 70, 100, 16, 16), window(30, 0), terms="bias:b1q1"),
     Entry(

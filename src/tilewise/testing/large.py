@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import configs
+from ..configs import hopper_backward
 from ..spec import Spec, causal, full
 from ..terms import alibi, bias, dense, segments, sink, softcap
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
-__all__ = ["HASTY", "LARGE", "Large", "all_configs", "busy", "free_gib"]
+__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib"]
 
 Device = torch.device | str
 _ENDS = 256  # rows at each end of a long sequence that have a gradient
@@ -197,7 +198,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def busy(name: str, shape: tuple[int, int, int, int, int, int, int], times: int, backend: str, device: Device) -> list[Result]:
     """``times`` repeats of one problem, bit for bit equal, while another stream keeps the GPU busy."""
-    call = fit(random_call(shape, device=device, dtype=torch.bfloat16, spec=causal()), backend)
+    call = fit(random_call(shape, device=device, dtype=torch.bfloat16, spec=causal()).replace(deterministic=True), backend)
     if call is None:
         return []
     wanted = evaluate(call, backend)
@@ -269,6 +270,17 @@ def _forced(wanted: dict[str, configs.Config]) -> Iterator[None]:
         yield
     finally:
         configs.lookup = original
+
+
+@contextlib.contextmanager
+def adding() -> Iterator[None]:
+    """Within it, calls that need not be deterministic add dq up in memory on Hopper wherever the kernel can do it."""
+    original = hopper_backward.adds
+    hopper_backward.adds = lambda problem, config: True
+    try:
+        yield
+    finally:
+        hopper_backward.adds = original
 
 
 def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:

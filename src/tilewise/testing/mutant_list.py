@@ -643,6 +643,7 @@ _MERGED = (
 )
 
 SCORES, DBIAS = "backends/triton/scores.py", "backends/triton/dbias.py"
+DQ_BIAS = "backends/triton/dq_bias.py"
 TORCH_SCORES = "backends/torch_scores.py"
 
 _SCORES = (
@@ -773,25 +774,60 @@ _SCORES = (
         "bias_in_base_two",
         "scores with a bias in base two: the lowest value overflows",
         SCORES,
-        "        s = tl.where(ok, s, -float(\"inf\"))\n    m_new",
-        "        s = tl.where(ok, s, -float(\"inf\"))\n    s = s * LOG2_E / LOG2_E\n    m_new",
+        '        s = tl.where(ok, s, -float("inf"))\n    m_new',
+        '        s = tl.where(ok, s, -float("inf"))\n    s = s * LOG2_E / LOG2_E\n    m_new',
         ("lowest_bias",),
     ),
     Mutant(
         "natural_no_pivot_guard",
         "-inf - -inf in a row that a bias hides",
         SCORES,
-        'pivot = tl.where(m_new == -float("inf"), 0.0, m_new)\n    p =',
-        "pivot = m_new\n    p =",
+        'tl.where(m_i == -float("inf"), 0.0, m_i * unit)',
+        "m_i * unit",
         ("lowest_bias",),
     ),
     Mutant(
         "natural_alpha",
         "alpha of natural scores in base two",
         SCORES,
-        "alpha = tl.math.exp2((m_i - pivot) * LOG2_E)\n",
-        "alpha = tl.math.exp2(m_i - pivot)\n",
+        "alpha = tl.math.exp2(past - pivot)\n",
+        "alpha = tl.math.exp2((past - pivot) * LOG2_E)\n",
         ("softcap_bias",),
+    ),
+    Mutant(
+        "natural_always_in_base_two",
+        "a weight of a row of the lowest value, whose factor overflows",
+        SCORES,
+        "tl.where(tl.abs(m_i) < 1e30, LOG2_E, 1.0)",
+        "tl.where(m_i == m_i, LOG2_E, 1.0)",
+        ("lowest_bias",),
+    ),
+    Mutant(
+        "shared_bias_one_sequence",
+        "the gradient of a shared bias is that of the last sequence",
+        DQ_BIAS,
+        "return dq, total + ds",
+        "return dq, ds",
+        ("bias_shared",),
+    ),
+    Mutant(
+        "shared_bias_wrong_keys",
+        "a sequence meets the keys of the one before it",
+        DQ_BIAS,
+        "v_strides, batch + 2, head_kv",
+        "v_strides, batch + 1, head_kv",
+        ("bias_shared",),
+    ),
+    Mutant(
+        "shared_bias_tiles_not_written",
+        "tiles that no query sees keep what was in memory",
+        DQ_BIAS,
+        "tl.range(hi, n_blocks)",
+        "tl.range(n_blocks, n_blocks)",
+        ("bias_shared",),
+    ),
+    Mutant(
+        "shared_bias_no_mask", "hidden keys get a gradient", DQ_BIAS, "tl.where(ok, p, 0.0)", "tl.where(ok, p, p)", ("bias_shared",)
     ),
     Mutant(
         "rows_without_log_l",

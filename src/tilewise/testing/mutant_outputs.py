@@ -128,7 +128,7 @@ OUTPUT_MUTANTS: tuple[Mutant, ...] = (
         "columns_without_intervals",
         "terms of the mask that are tensors are forgotten",
         COLUMNS,
-        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)",
+        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, True)",
         "ok = ok & (offs_m >= 0)[None, :]",
         ("column_sums_terms",),
     ),

@@ -70,7 +70,7 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "wide_mask_lost",
         "tensors of the mask are not asked where weights are kept",
         WIDE,
-        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)",
+        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)",
         "ok = ok",
         ("wide_terms",),
     ),

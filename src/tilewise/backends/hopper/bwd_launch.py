@@ -12,12 +12,14 @@ import torch
 from ...configs.hopper import columns
 from ...configs.hopper_backward import (
     EARLY,
+    AddingConfig,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
     fuses,
     heads_kept,
     in_chunks,
+    lookup_adding,
     lookup_dkdv,
     lookup_dq,
     lookup_kept,
@@ -29,6 +31,7 @@ from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from ..tables import make_table
 from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from .bwd_add_launch import backward_adding
 from .common import LOG2_E, longest, plan, term_numbers, term_options, together
 
 __all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
@@ -255,9 +258,7 @@ class _Call:
     ds_shape: tuple[int, int, int] | None
 
 
-def _call_of(
-    problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS
-) -> _Call:
+def _call_of(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS) -> _Call:
     p = problem
 
     def keys_plan(need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
@@ -296,6 +297,13 @@ def _run_once(plan: Plan, *tensors: torch.Tensor) -> None:
         plan.launch(*tensors).run()
 
 
+def adding_of(problem: Problem) -> AddingConfig | None:
+    """The config of the kernel that adds dq up in memory, where the call allows it and it is the fastest."""
+    asked = problem.spec.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    return None if deterministic else lookup_adding(problem)
+
+
 def backward(
     problem: Problem,
     do: torch.Tensor,
@@ -312,8 +320,14 @@ def backward(
     kept_rows: torch.Tensor | None = None,
     grads: Tensors = NO_TENSORS,
 ) -> None:
-    """Fill the gradients that are not None (backend interface). The bits repeat: no gradient is added up in memory."""
+    """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
+    then no gradient is added up in memory."""
     p = problem
+    if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
+        adding = adding_of(p)
+        if adding is not None:
+            backward_adding(p, adding, do, dlse, q, k, v, o, lse, dq, dk, dv)
+            return
     needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
     if tensors is NO_TENSORS:
         call, run = _call(p, *needs), Plan.run

@@ -20,12 +20,13 @@ from ...configs import Config, chunks, padded
 from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
-from ...plan import Masked, MaskTensors, table_of
+from ...plan import WORD, Masked, MaskTensors, packed_mask, table_of
 from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 from ..launching import Again, Launch, Plan, broadcast_strides
-from ..tables import make_table
+from ..tables import make_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
+from .dq_bias_launch import launch_dq_bias
 
 __all__ = [
     "Launch",
@@ -36,8 +37,10 @@ __all__ = [
     "launch_delta",
     "launch_dkdv",
     "launch_dq",
+    "launch_dq_bias",
     "launch_fwd",
     "make_table",
+    "pack_dense",
 ]
 
 LOG2_E = 1.4426950408889634
@@ -73,6 +76,12 @@ def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
     return (tiles * heads * batch,), True
 
 
+def shares_bias(problem: Problem) -> bool:
+    """Do the sequences of the batch share a bias that every head has of its own?"""
+    bias = problem.operand("bias")
+    return bias is not None and problem.batch > 1 and bias.has("h") and not bias.has("b")
+
+
 @functools.lru_cache(maxsize=4096)
 def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """``(grid, scalar arguments, options)`` of a launch: all that does not depend on where the tensors lie.
@@ -86,6 +95,8 @@ def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, 
     else:
         tiles, heads, tail = triton.cdiv(p.seqlen_q, config.block_m), p.heads_q, p.seqlen_k % config.block_n != 0
     grid, flat = _grid(tiles * config.split, heads, p.batch)
+    if not flat and shares_bias(p):
+        grid, flat = (grid[0], grid[2], grid[1]), 2
     precision = p.precision
     if p.dtype == "float32" and precision == "ieee" and p.arch.kind == "cuda":
         precision = "tf32x3"  # three TF32 products: as accurate as IEEE ones, and several times faster
@@ -115,23 +126,37 @@ def _settings(problem: Problem, config: Config, pass_: str) -> tuple[tuple[int, 
     return grid, (*heads_of, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower), options
 
 
-def _masked(mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _masked(problem: Problem, config: Any, mask: Masked | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments from ``mask`` to ``table_width``, and what they change among the options."""
     if mask is None:
         return (None, None, 0, 0, 0), {}
     # There may be masked tiles whatever the lengths are.
-    return (_mask_arguments(mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
+    return (_mask_arguments(problem, config, mask.tensors), tuple(mask.table), *mask.table.steps), {"HAS_TAIL": True}
 
 
-def _mask_arguments(mask: MaskTensors) -> tuple[Any, ...]:
+def _mask_arguments(problem: Problem, config: Any, mask: MaskTensors) -> tuple[Any, ...]:
     tensors = tuple(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t for t in mask)
-    return tensors, tuple(None if t is None else broadcast_strides(t) for t in tensors)
+    ragged = (problem.seqlen_q % config.block_m != 0, problem.seqlen_k % config.block_n != 0)
+    bounded = ragged[1] or problem.bounds[2] or problem.bounds[3]
+    strides = tuple(None if t is None else broadcast_strides(t) for t in tensors)
+    return tensors, strides, tuple(1 if t else None for t in (*ragged, bounded))
 
 
-def _mask(problem: Problem, tensors: Tensors, config: Config, transposed: bool = False) -> Masked | None:
-    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds."""
-    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table)
-    return None if table is None else Masked(MaskTensors.of(tensors) or MaskTensors(), table)
+def packs_dense(mask: MaskTensors | None, block_n: int) -> bool:
+    """Do kernels with tiles of this width read the bits of this mask's dense term, in place of its bytes?"""
+    return mask is not None and mask.dense is not None and block_n % WORD == 0 and max(mask.dense.shape[:2]) <= _GRID_LIMIT
+
+
+def _mask(
+    problem: Problem, tensors: Tensors, config: Any, transposed: bool = False, packed: MaskTensors | None = None
+) -> Masked | None:
+    """The tensors of the mask and the table of their tiles for a pass; None if the mask has only bounds. ``packed``: the mask with
+    the bits of its dense term, where another pass has made them."""
+    mask = MaskTensors.of(tensors)
+    if packs_dense(mask, config.block_n):
+        mask = packed or packed_mask(problem, tensors, pack_dense)
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table, mask)
+    return None if table is None else Masked(mask or MaskTensors(), table)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -215,14 +240,16 @@ def _fwd(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "fwd")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
+    # A hidden score is -inf before it is scaled where a table lists its tile, and 0 * -inf is no score.
+    scale = abs(p.sm_scale) * _steps(p)[0] or (0.0 if mask is None else 2.0**-126)
     columns, rests, cut = _chunks(p, config, "qqvv")
     columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
-        *(*scalars, abs(p.sm_scale) * _steps(p)[0], triton.cdiv(p.seqlen_q, config.block_m) * config.split),
+        *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
     own = {**cut, "NEGATIVE": p.sm_scale < 0, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
@@ -251,7 +278,7 @@ def _dkdv(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dkdv" if need_dk and need_dv else "dk" if need_dk else "dv")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
     columns, rests, cut = _chunks(p, config, "qqvvqv")
@@ -274,7 +301,7 @@ def _dq(
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dq")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
     columns, rests, cut = _chunks(p, config, "qqvvq")
@@ -380,7 +407,7 @@ def launch_dbias(
     grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
     heads_q, *others = scalars
     numbers = (
-        *(broadcast_strides(grad), None if mask is None else _mask_arguments(mask), score, _drop(p, tensors)),
+        *(broadcast_strides(grad), None if mask is None else _mask_arguments(p, config, mask), score, _drop(p, tensors)),
         *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
         *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
     )
@@ -473,17 +500,26 @@ def _backward_with(
     # What the weights of a row are measured from (``scores.weights``).
     pivots = rows if problem.keeps_rows and rows is not None else lse
     given = (q, k, v, do, pivots, delta)
+    packed = packed_mask(problem, tensors, pack_dense) if packs_dense(MaskTensors.of(tensors), WORD) else None
     for name, dk, dv in together:
         config = configs.lookup(problem, name)
-        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, transposed=True), tensors).run()
+        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, True, packed), tensors).run()
+    shared = configs.shared_config(problem) if dq is not None and grads.bias is not None else None
+    if dq is not None and shared is not None:
+        launch_dq_bias(problem, shared, *given, dq, grads.bias, tensors).run()
+        return _sink_gradient(lse, delta, tensors, grads)
     if dq is not None or grads.slopes is not None:
         config = configs.lookup(problem, "dq")
         by_row = None if grads.slopes is None else torch.empty_like(lse)
-        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config), tensors, by_row).run()
+        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config, False, packed), tensors, by_row).run()
         if by_row is not None:
             grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
     if grads.bias is not None:
         launch_dbias(problem, configs.lookup(problem, "dbias"), *given, grads.bias, tensors, MaskTensors.of(tensors)).run()
+    _sink_gradient(lse, delta, tensors, grads)
+
+
+def _sink_gradient(lse: torch.Tensor, delta: torch.Tensor, tensors: Tensors, grads: Tensors) -> None:
     if grads.sink is not None:
         # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
         weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))

@@ -59,7 +59,7 @@ def _column_tiles(
             ok = allowed((q_start + offs_m)[None, :], kv_pos[:, None], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
             if tiles is not None:
                 of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
-                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, True)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, True)
             p_t = tl.where(ok, p_t, 0.0)
         total += tl.sum(p_t, 1)
     return total
@@ -115,7 +115,7 @@ def _column_kernel(
 def _columns(problem: Problem, config: configs.Config, mask: Masked | None = None, tensors: Tensors = NO_TENSORS) -> Plan:
     p = problem
     _, scalars, options = _settings(p, dataclasses.replace(config, split=1), "dv")
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     n_blocks, wide = triton.cdiv(p.seqlen_k, config.block_n), options["BLOCK_D"]
     grid, flat = _grid(n_blocks, p.heads_q, p.batch)

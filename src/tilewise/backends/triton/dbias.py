@@ -67,7 +67,7 @@ def _dbias_kernel(
         if MASKS:
             of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
             of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-            ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+            ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
         p = tl.where(ok, p, 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if drop is not None:

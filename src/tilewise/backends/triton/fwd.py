@@ -31,7 +31,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import add_sink, natural_step, scored
+from .scores import add_sink, natural_step, scored, settled
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _fwd_tiles(
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
             if tiles is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
             s, _, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
@@ -73,7 +73,7 @@ def _fwd_tiles(
         elif len(STEPS) > 0:
             p, alpha, m_i, l_i = softmax_step(s, ok, m_i, l_i, 1.0, MASKED)
         else:
-            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED)
+            p, alpha, m_i, l_i = softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED, tiles is not None)
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
@@ -163,6 +163,10 @@ def _fwd_kernel(
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if NATURAL:
+        rest = settled(m_i)
+        acc *= rest[:, None]
+        l_i *= rest
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     if maxima_ptr is not None:
         # Before the sink, which is no score.

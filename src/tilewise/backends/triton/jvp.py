@@ -31,7 +31,7 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import distances, load_bias, natural_step, scored
+from .scores import distances, load_bias, natural_step, scored, settled
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _jvp_tiles(
             ok = allowed(q_pos[:, None], kv_pos[None, :], seqlen_k, upper, lower, HAS_UPPER, HAS_LOWER)
             if tiles is not None:
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+                ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
             s, slope, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
@@ -215,6 +215,12 @@ def _jvp_kernel(
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if NATURAL:
+        rest = settled(m_i)
+        acc *= rest[:, None]
+        acc_t *= rest[:, None]
+        l_i *= rest
+        t_i *= rest
     if sink is not None:
         acc, acc_t, l_i, t_i, m_i = _with_sink(acc, acc_t, l_i, t_i, m_i, sink, tangents[2], batch, head, NATURAL)
     # A row that saw no key has l_i = 0: o = 0, lse = -inf, and nothing changes with any tangent.

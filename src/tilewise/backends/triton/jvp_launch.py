@@ -37,7 +37,7 @@ def _jvp(
 ) -> Plan:
     p, letters = problem, problem.jvp
     grid, scalars, options = _settings(p, config, False)
-    masked, masked_options = _masked(mask)
+    masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     if tangents.bias is not None and max(broadcast_strides(tangents.bias)[2:]) >= _FAR_STRIDE:
         score_options["STEPS"] = tuple("bias_far" if step == "bias" else step for step in score_options["STEPS"])

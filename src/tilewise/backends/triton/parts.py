@@ -43,12 +43,16 @@ def schedule(tiles, heads, REVERSED: tl.constexpr, FLAT: tl.constexpr):
     """Which ``(tile, head, batch)`` this program works on: all tiles of a head before the next head, so that what they stream stays
     in the L2 cache; from the last tile down if REVERSED, for the longest tiles to start first.
 
-    The grid is (tiles, heads, batch). Its last two dims end at 65,535: beyond, all three are FLAT in the first.
+    The grid is (tiles, heads, batch). Its last two dims end at 65,535: beyond, all three are FLAT in the first. FLAT of 2: it is
+    (tiles, batch, heads), so that sequences that share a bias read it while it is in the L2 cache.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
-    if FLAT:
+    if FLAT == 2:
+        head = tl.program_id(2)
+        batch = tl.program_id(1)
+    elif FLAT:
         head = tile // tiles
         tile -= head * tiles
         batch = head // heads
@@ -150,24 +154,69 @@ def key_terms(mask, batch, offs_n, seqlen_k):
 
 
 @triton.jit
-def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, seqlen_q, seqlen_k, KEYS_FIRST: tl.constexpr):
+def load_within(ptrs, rows, keys, q_end, k_end, ragged):
+    """Elements at ``rows`` and ``keys``; 0 past the ends, where the last tile of queries or keys is ragged (not None)."""
+    if ragged[0] is not None and ragged[1] is not None:
+        return tl.load(ptrs, mask=(rows < q_end) & (keys < k_end), other=0)
+    elif ragged[0] is not None:
+        return tl.load(ptrs, mask=rows < q_end, other=0)
+    elif ragged[1] is not None:
+        return tl.load(ptrs, mask=keys < k_end, other=0)
+    else:
+        # No guard: elements side by side then load together.
+        return tl.load(ptrs)
+
+
+@triton.jit
+def dense_tile(dense, strides, batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, ragged, KEYS_FIRST: tl.constexpr):
+    """May these queries see these keys, by a dense mask? It holds one byte for each pair, or one bit: words of 32 keys, of which
+    few are loaded, and a tile of scores never changes its layout for them."""
+    q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+    k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
+    packed: tl.constexpr = dense.dtype.element_ty == tl.int32
+    rows = tl.expand_dims(offs_m, q_axis)
+    keys = tl.expand_dims(offs_n, k_axis)
+    k_end = seqlen_k
+    if packed:
+        words: tl.constexpr = offs_n.shape[0] // 32
+        keys = tl.expand_dims(start_n // 32 + tl.arange(0, words), k_axis)
+        k_end = (seqlen_k + 31) // 32
+    at = batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    at = at + rows.to(tl.int64) * strides[2] + keys.to(tl.int64) * strides[3]
+    tile = load_within(dense + at, rows, keys, seqlen_q, k_end, ragged)
+    if packed:
+        # A dim of 32 after that of the words.
+        tile = tl.expand_dims(tile, 1 if KEYS_FIRST else 2)
+        place = tl.arange(0, 32)
+        if KEYS_FIRST:
+            bits = (tile >> place[None, :, None]) & 1
+            tile = tl.reshape(bits, [words * 32, offs_m.shape[0]])
+        else:
+            bits = (tile >> place[None, None, :]) & 1
+            tile = tl.reshape(bits, [offs_m.shape[0], words * 32])
+    return tile != 0
+
+
+@triton.jit
+def seen(ok, mask, of_query, of_key, batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, KEYS_FIRST: tl.constexpr):
     """``ok`` and those terms of the mask that are tensors. The tile is [queries, keys], or [keys, queries] if KEYS_FIRST."""
     tensors = mask[0]
     strides = mask[1]
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
+    if tensors[4] is not None:
+        bits = dense_tile(tensors[4], strides[4], batch, head, offs_m, offs_n, start_n, seqlen_q, seqlen_k, mask[2], KEYS_FIRST)
+        if mask[2][2] is not None or (KEYS_FIRST and tensors[4].dtype.element_ty != tl.int32):
+            # Bytes of a tile [keys, queries] stay in shared memory only where they are compared besides.
+            ok = ok & bits
+        else:
+            ok = bits
     if tensors[0] is not None:
         ok = ok & same_segment(tl.expand_dims(of_query[0], q_axis), tl.expand_dims(of_key, k_axis))
     if tensors[2] is not None:
         row_start = tl.expand_dims(of_query[1], q_axis)
         row_end = tl.expand_dims(of_query[2], q_axis)
         ok = ok & in_row(tl.expand_dims(offs_n, k_axis), row_start, row_end)
-    if tensors[4] is not None:
-        rows = tl.expand_dims(offs_m, q_axis)
-        keys = tl.expand_dims(offs_n, k_axis)
-        at = batch.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
-        at = at + rows.to(tl.int64) * strides[4][2] + keys.to(tl.int64) * strides[4][3]
-        ok = ok & (tl.load(tensors[4] + at, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0) != 0)
     return ok
 
 
@@ -198,13 +247,19 @@ def operand(x, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr):
+def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.constexpr = False):
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for raw products ``qk`` and, if MASKED, what they may see.
 
     m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
-    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros.
+    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros. LISTED: the
+    scale is not 0, so that scores may be hidden before it, and scale and pivot are one multiplication with an addition.
     """
-    if MASKED:
+    if MASKED and LISTED:
+        x = tl.where(ok, qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(x, 1) * qk_scale2)
+        pivot = tl.where(m_new > -float("inf"), m_new, 0.0)
+        p = tl.math.exp2(x * qk_scale2 - pivot[:, None])
+    elif MASKED:
         s2 = tl.where(ok, qk * qk_scale2, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s2, 1))
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)

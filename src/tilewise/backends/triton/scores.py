@@ -147,15 +147,39 @@ def slope_gradient(ds, q_pos, start_n):
 
 
 @triton.jit
+def _in_base_two(m_i):
+    """``(unit, pivot)`` of rows whose largest natural score is ``m_i``: weights are ``exp2(s unit - pivot)``.
+
+    The unit is log2(e), and 1 for scores so large (those of the lowest finite value, say) that this factor would overflow: any two
+    of them are the same or further apart than any weight knows. No branch of a row shows in the loop but its own two numbers.
+    """
+    unit = tl.where(tl.abs(m_i) < 1e30, LOG2_E, 1.0)
+    # Through ``where``, so that the product is rounded before anything is taken from it: past and present must agree on the pivot.
+    return unit, tl.where(m_i == -float("inf"), 0.0, m_i * unit)
+
+
+@triton.jit
 def natural_step(s, ok, m_i, l_i, MASKED: tl.constexpr):
-    """``parts.softmax_step`` for natural scores. A bias of -inf may leave any row without a maximum."""
+    """``parts.softmax_step`` for natural scores. A bias of -inf may leave any row without a maximum.
+
+    ``acc`` and ``l_i`` count weights from ``_in_base_two(m_i)``, one multiplication with an addition for each; ``settled`` says at
+    the end by what they differ from ``exp(s - m_i)``.
+    """
     if MASKED:
         s = tl.where(ok, s, -float("inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-    p = tl.math.exp2((s - pivot[:, None]) * LOG2_E)
-    alpha = tl.math.exp2((m_i - pivot) * LOG2_E)
+    unit, pivot = _in_base_two(m_new)
+    p = tl.math.exp2(s * unit[:, None] - pivot[:, None])
+    past = tl.where(m_i == -float("inf"), m_i, m_i * unit)
+    alpha = tl.math.exp2(past - pivot)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def settled(m_i):
+    """What the weights of rows are to be multiplied by, to be ``exp(s - m_i)``: what was rounded off their pivot."""
+    unit, pivot = _in_base_two(m_i)
+    return tl.where(m_i == -float("inf"), 1.0, tl.math.exp2(pivot - m_i * unit))
 
 
 @triton.jit

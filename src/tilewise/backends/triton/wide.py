@@ -84,7 +84,7 @@ def _weights_kernel(
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-        ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+        ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
     p = tl.where(ok, p, 0.0)
     width = n_blocks * BLOCK_N
     first_at = (local * m_blocks * BLOCK_M + start_m).to(tl.int64) * width + start_n

@@ -74,7 +74,7 @@ def _tile_weights_kernel(
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         of_key = key_terms(mask, batch, kv_pos, seqlen_k)
-        ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)
+        ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
     s = tl.where(ok, s, -float("inf"))
     pivot = tl.max(s, 1)
     unit: tl.constexpr = LOG2_E if NATURAL else 1.0

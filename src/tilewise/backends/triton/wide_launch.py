@@ -50,7 +50,7 @@ def _weights(
     from . import _masked, _plan, _scores, _settings, _steps
 
     x, tile = problem, config.weights
-    masked, _ = _masked(mask)
+    masked, _ = _masked(x, tile, mask)
     score, score_options = _scores(x, tensors, tile)
     m_blocks, n_blocks = _blocks(x, config)
     _, scalars, options = _settings(x, tile, "weights")
@@ -102,7 +102,7 @@ def _columns(
     from . import _masked, _plan, _settings
 
     x, tile = problem, config.weights
-    (_, *table), _ = _masked(mask)
+    (_, *table), _ = _masked(x, tile, mask)
     m_blocks, n_blocks = _blocks(x, config)
     _, (_, *others), options = _settings(x, tile, "weights")
     columns = min(walk.columns, max(16, triton.next_power_of_2(size)))
@@ -181,7 +181,7 @@ def _tile_weights(
     from . import _masked, _plan, _scores, _settings, _steps
 
     x, tile = problem, config.weights
-    masked, _ = _masked(mask)
+    masked, _ = _masked(x, tile, mask)
     score, score_options = _scores(x, tensors, tile)
     m_blocks, n_blocks = _blocks(x, config)
     _, (_, *others), options = _settings(x, tile, "weights")
@@ -222,7 +222,7 @@ def _values(
     from . import _masked, _plan, _settings, _sink, _steps
 
     x, tile, walk = problem, config.weights, config.values
-    (_, *table), _ = _masked(mask)
+    (_, *table), _ = _masked(x, tile, mask)
     m_blocks, n_blocks = _blocks(x, config)
     _, scalars, options = _settings(x, tile, "weights")
     heads_q, *others = scalars

@@ -1,0 +1,245 @@
+"""Backward, the fastest form: ``dq``, ``dk`` and ``dv`` by one kernel of five products; ``dq`` is added up in float32 in memory.
+
+The kernel of ``bwd.py`` with another warpgroup in the feeder's place, the adder. The consumers hand it their ds^T through shared
+memory; it makes ``ds k`` [BLOCK_M queries, HEAD_DIM] of each tile and adds it to sums in memory. The adds of different programs
+come in any order, so the last bits of dq may differ between runs.
+
+The sums lie in the order in which a warpgroup holds an accumulator: for each 64 rows and each 8 columns, the 4 numbers of every
+thread. So one vector instruction of a warp adds 512 bytes that lie side by side; ``_gather_kernel`` (``bwd_rows.py``) puts them in
+their places.
+
+There are no bounds: with the mask of a diagonal beside it, the main loop has no registers left at BLOCK_M 128, and with 64
+queries a tile the other kernels were as fast.
+
+The adder feeds as well: the next tile is copied in before the adds of a step, into the slot that the step before has left. With
+fewer than three slots the consumers would wait for a tile that is fed after the ds that they have yet to hand on.
+
+Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps, beyond those of ``bwd.py``:
+    ds      full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
+    left    C * W, once: the consumers are done with the tiles of queries
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .bwd import _scores, _steps
+from .bwd_parts import Keys, feed, make_row_ring, publish, write_tile
+from .parts import ROWS, WARPS, arrive_warp, wait
+
+WIDTH = gl.constexpr(64)  # columns that the adder makes at a time
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "n_blocks", "heads_total")
+
+
+@gluon.aggregate
+class DsRing:
+    """Slots of ds^T on their way to the adder, ROWS keys from each consumer."""
+
+    tiles: gl.shared_memory_descriptor  # [SLOTS, BLOCK_N keys, BLOCK_M queries]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.jit
+    def take(self, step):
+        """Adder: the slot of this step, once all consumers have written it."""
+        slot = step % self.SLOTS
+        wait(self.full.index(slot), (step // self.SLOTS) & 1)
+        return slot
+
+
+@gluon.aggregate
+class Handed:
+    """The way of one consumer's ds^T to the adder."""
+
+    ring: DsRing
+    C: gl.constexpr
+
+    @gluon.jit
+    def put(self, step, ds, m_block):
+        ring = self.ring
+        slot = step % ring.SLOTS
+        wait(ring.empty.index(slot), ((step // ring.SLOTS) & 1) ^ 1)
+        ring.tiles.index(slot).slice(self.C * ROWS, ROWS, dim=0).store(ds)
+        fence_async_shared()
+        publish(ring.full.index(slot))
+
+
+@gluon.jit
+def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
+    tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=BLOCK_N // ROWS * WARPS)
+        mbarrier.init(empty.index(i), count=WARPS)
+    return DsRing(tiles, full, empty, SLOTS)
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
+):
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    batch, head_kv, start_n = keys.place()
+    key_row = start_n + C * ROWS
+    # Without bounds all keys see all tiles of queries; if the last keys are not a whole tile, some or all of them need the mask.
+    tiles = keys.q_pad // keys.BLOCK_M
+    free = tiles
+    if keys.HAS_TAIL:  # noqa: SIM102 (one is a constant)
+        if key_row + ROWS > keys.seqlen_k:
+            free = tiles * 0
+    k_tile = k_tiles.slice(C * ROWS, ROWS, dim=0)
+    v_tile = v_tiles.slice(C * ROWS, ROWS, dim=0)
+    handed = Handed(ds_ring, C)
+    dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
+    dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
+    zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
+    own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
+    step = 0
+    wait(kv_full.index(0), 0)
+    wait(kv_full.index(1), 0)
+    for _ in range(keys.group):
+        q_ring.arrived(step)
+        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros, keys, own, left),))
+        s, dk, dv, step = _steps(
+            0, free, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+            qk_scale2, handed, False, P_LAYOUT,
+        )  # fmt: skip
+        if keys.HAS_TAIL:
+            s, dk, dv, step = _steps(
+                free, tiles, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+                qk_scale2, handed, True, P_LAYOUT,
+            )  # fmt: skip
+    # The adder still reads the keys, so dk and dv leave through slots of queries and gradients.
+    arrive_warp(left)
+    wait(left, 0)
+    # Worked out again rather than kept in registers.
+    batch, head_kv, start_n = keys.place()
+    write_tile(dv, dv_desc, do_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
+    write_tile(dk * sm_scale, dk_desc, q_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def _add_text(outputs, inputs):
+    x, base = inputs
+    lines = [
+        "{ .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4; cvt.u64.u32 a, t;"
+        f"add.u64 a, a, {base[0]};"
+    ]
+    add = "red.relaxed.gpu.global.add.v4.f32"
+    lines += [f"{add} [a+{i * 512}], {{{', '.join(x[i : i + 4])}}};" for i in range(0, len(x), 4)]
+    return "\n".join(lines) + "}"
+
+
+@gluon.jit
+def _add_tile(tile, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr):
+    """Add ds k of a tile of queries, whose number is counted over all heads, to the sums: ROWS by WIDTH at a time.
+
+    All keys of the program in one product: each wait of the adder for the matrix units is behind the products of the consumers.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    PARTS: gl.constexpr = keys.HEAD_DIM // WIDTH
+    SLICES: gl.constexpr = keys.BLOCK_M // ROWS * PARTS
+    for i in gl.static_range(SLICES):
+        zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        ds = ds_ring.tiles.index(slot).slice((i // PARTS) * ROWS, ROWS, dim=1)
+        k = k_tiles.slice((i % PARTS) * WIDTH, WIDTH, dim=1)
+        x = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=(x,))
+        if i + 1 == SLICES:
+            arrive_warp(ds_ring.empty.index(slot))
+        gl.inline_asm(_add_text, ("f", "l"), [x, sums_ptr + (tile * SLICES + i).to(gl.int64) * (ROWS * WIDTH)])
+        # Complete long ago: a place that the next product cannot be moved above, or two accumulators would be alive.
+        wait(kv_full.index(0), 0)
+
+
+@gluon.jit
+def _first_tile(desc, batch, head, row, tile, full):
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
+
+
+@gluon.jit
+def _feed_both(fed, head, m_block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
+    feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, fed)
+    feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, fed)
+
+
+@gluon.jit
+def _adder(
+    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, sums_ptr
+):
+    """Copies tiles in, one fewer ahead than there are slots, and adds ds k of each tile to memory."""
+    batch, head_kv, start_n = keys.place()
+    tiles = keys.q_pad // keys.BLOCK_M
+    total = tiles * keys.group
+    _first_tile(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
+    _first_tile(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
+    fed = 0
+    head = head_kv * keys.group
+    block = 0
+    for _ in range(min(q_ring.SLOTS - 1, total)):
+        _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
+        fed += 1
+        block += 1
+        if block == tiles:
+            block = 0
+            head += 1
+    wait(kv_full.index(0), 0)
+    first = (batch * keys.heads_kv + head_kv) * total
+    for step in range(total):
+        slot = ds_ring.take(step)
+        if fed < total:
+            _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
+            fed += 1
+            block += 1
+            if block == tiles:
+                block = 0
+                head += 1
+        _add_tile(first + step, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr)
+    # Two partitions that end alike would be merged, and the register counts of both be lost.
+    gl.inline_asm("// the adder ends", "~{memory}")
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def _dkdvdq_kernel(
+    k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, sums_ptr, qk_scale2, sm_scale,
+    heads_kv, group, q_pad, seqlen_k, q_start, n_blocks, heads_total,
+    HAS_TAIL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_SLOTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = BLOCK_N // ROWS
+    gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
+    gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
+    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_full.index(1), count=1)
+    mbarrier.init(left, count=CONSUMERS * WARPS)
+    # No bounds, no terms, all heads in one launch; KEEPS: ds is handed on.
+    none = heads_total * 0
+    keys = Keys(
+        n_blocks, heads_total, heads_total, none, heads_kv, group, q_pad, seqlen_k, q_start, none, none,
+        BLOCK_M, BLOCK_N, HEAD_DIM, False, False, HAS_TAIL, "any", True, True, True,
+        None, None, None, None, None, STEPS, False, False, False, False, False,
+    )  # fmt: skip
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)
+    copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
+    gl.warp_specialize(
+        [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_adder, copies + (ds_ring, sums_ptr))],
+        [WARPS, WARPS],
+        [CONSUMER_REGISTERS, ADDER_REGISTERS],
+    )
