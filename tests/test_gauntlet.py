@@ -19,6 +19,7 @@ RUNS = [
     if dtype in DTYPES.get(c.backend, (torch.float32,))
     for entry in ANYWHERE
     if not entry.returns or entry.returns in c.returns
+    if entry.precision is None or dtype != torch.float32 or "cpu" in c.tf32_kinds
 ]
 
 

@@ -253,7 +253,7 @@ def _rate(problem: Problem, peak: Peak) -> tuple[float, str]:
         return peak.half_tflops, f"dense {problem.dtype}, float32 accumulation"
     if problem.precision == "tf32":
         return peak.tf32_tflops, "dense TF32"
-    return peak.tf32_tflops / 3, "a third of dense TF32: three TF32 products make one float32 product"
+    return peak.tf32_tflops / 3, "a third of dense TF32: three TF32 products, or six of bfloat16, make one float32 product"
 
 
 def _bounds_of(spec: Spec) -> Spec:

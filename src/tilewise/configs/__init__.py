@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
+from .split import operand_bytes, parts_of, turned
 from .terms import SHARED, TERMS, bias_members, term_of
 from .tiles import chunks, padded
 
@@ -69,8 +70,9 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     loads go through registers, which keeps one stage fewer; float32 operands are laid out a second time for their three products.
     """
     p, arch = problem, problem.arch
+    itemsize = operand_bytes(p, pass_)
     held, held_v = ((sum(chunks(n, config.split)) if pass_ in IN_CHUNKS else padded(n)) for n in (p.head_dim, p.head_dim_v))
-    first, second = held * p.itemsize, held_v * p.itemsize
+    first, second = held * itemsize, held_v * itemsize
     both = first + second
     # Where the columns of the result are split, the streamed tile is read in part, besides in whole if the scores need it so.
     read = {"fwd": first + second // config.split, "dv": first + second // config.split}.get(pass_, both)
@@ -100,6 +102,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     single = p.itemsize > 2
     if arch.kind == "hip":
         return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
+    if pass_ == "fwd" and (parts_of(p, pass_) > 1 or turned(p)):
+        return resident + stages * streamed + 1024
     if by_descriptor(p, pass_, config) and arch.bulk_copy:
         return resident + stages * streamed + ((1 if pass_ == "fwd" else 2) * scores if single else 1024)
     if single:
@@ -196,6 +200,10 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
         if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
             ladder = ladder[1:]
+    elif pass_ == "fwd" and parts_of(problem, pass_) > 1:
+        ladder = [*([(128, 32, 8, 2)] if wide == 128 else []), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
+    elif pass_ == "fwd" and turned(problem):
+        ladder = [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:

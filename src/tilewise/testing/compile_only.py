@@ -24,6 +24,7 @@ import torch
 
 from ..arch import ARCHS
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, shared_config, splits_dkdv
+from ..configs.split import parts_of, turned
 from ..configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ..errors import BackendBroken
 from ..plan import WORD, BlockTable, Masked, MaskTensors
@@ -100,6 +101,26 @@ def _tensors(problem: Problem) -> dict[str, torch.Tensor]:
     return {"q": q, "k": k, "v": v, "o": o, "do": o, "lse": rows, "delta": rows, "dq": q, "dk": k, "dv": v, "pivots": kept}
 
 
+def _parts(problem: Problem, t: torch.Tensor, pass_: str) -> torch.Tensor:
+    """A stand-in of the parts of a tensor, as ``split_launch`` allocates them; the tensor itself where it is taken whole."""
+    parts = parts_of(problem, pass_)
+    if parts == 1:
+        return t
+    batch, heads, rows, size = t.shape
+    width = -(-size // 8) * 8
+    strides = (heads * parts * rows * width, rows * width, width, 1)
+    return torch.empty_strided((batch, heads * parts, rows, size), strides, dtype=torch.bfloat16)
+
+
+def _columns(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+    """A stand-in of what the forward pass reads for v."""
+    if not turned(problem):
+        return _parts(problem, t, "fwd")
+    batch, heads, rows, size = t.shape
+    width = -(-rows // 8) * 8
+    return torch.empty_strided((batch, heads, size, width), (heads * size * width, size * width, width, 1), dtype=t.dtype)
+
+
 def _operands(problem: Problem) -> Tensors:
     """Stand-ins of the tensors that the spec names."""
     p = problem
@@ -146,11 +167,12 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         return {"columns": (chosen["dv"], launch_column_sums(problem, chosen["dv"], *given))}
     maxima = t["lse"] if problem.spec.returns == "max_logit" else None
     forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
+    taken = (_parts(problem, t["q"], "fwd"), _parts(problem, t["k"], "fwd"), _columns(problem, t["v"]), t["o"], t["lse"])
     backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
     kept = t["pivots"] if problem.keeps_rows else None
     by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *forward, masks["fwd"], tensors, kept, maxima)),
+        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *taken, masks["fwd"], tensors, kept, maxima)),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
@@ -168,11 +190,26 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         launches["jvp"] = _launch_jvp(problem, (configs or {}).get("jvp"), forward, tensors, kept)
     if forward_units(problem):
         launches = wide_forward_of(problem, config_of(problem)) | {name: launches[name] for name in launches if name != "fwd"}
+    launches |= _launch_copies(problem, t)
     if units_kept(problem):
         return {name: launches[name] for name in launches if name != "dq"} | wide_launches_of(problem, config_of(problem))
     if splits_dkdv(problem):
         return launches | {"dv": keys_resident("dv", None, t["dv"]), "dk": keys_resident("dk", t["dk"], None)}
     return launches | {"dkdv": keys_resident("dkdv", t["dk"], t["dv"])}
+
+
+def _launch_copies(problem: Problem, t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The launches of the kernels that bring float32 operands into another form, as values."""
+    from ..backends.triton import split_launch
+
+    found: dict[str, Any] = {}
+    for name, pass_ in (("split", "fwd"), ("split_kept", "kept")):
+        parts = parts_of(problem, pass_)
+        if parts > 1:
+            found[name] = Config(16, 16, 8, 3), split_launch.launch_split(t["q"], _parts(problem, t["q"], pass_), parts)
+    if turned(problem):
+        found["turn"] = Config(16, 16, 8, 3), split_launch.launch_turn(t["v"], _columns(problem, t["v"]))
+    return found
 
 
 def _launch_jvp(
@@ -198,15 +235,19 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     p, tile = problem, config.weights
     t, tensors = _tensors(p), _operands(p)
     sides = [_masked(p, tensors, name, tile) for name in ("dq", "dk")]
-    shape = (1, units_kept(p) * p.group, *(-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n))))
-    kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=t["q"].dtype)
-    given = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"], kept, kept)
+    sizes = (-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n)))
+    shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *sizes)
+    dtype = t["q"].dtype if parts_of(p, "kept") == 1 else torch.bfloat16
+    kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=dtype)
+    streamed = [_parts(p, t[name], "weights") for name in ("q", "k", "v", "do")]
+    given: tuple[Any, ...] = (*streamed, t["pivots"], t["delta"], kept, kept)
+    do, q, k = (_parts(p, t[name], "kept") for name in ("do", "q", "k"))
     columns = wide_launch.launch_columns
     return {
         "weights": (tile, wide_launch.launch_weights(p, config, 0, *given, sides[0], tensors)),
-        "dv": (config.keys, columns(p, config, config.keys, 0, kept, t["do"], t["dv"], 1.0, True, sides[1])),
-        "dk": (config.keys, columns(p, config, config.keys, 0, kept, t["q"], t["dk"], p.sm_scale, True, sides[1])),
-        "dq": (config.queries, columns(p, config, config.queries, 0, kept, t["k"], t["dq"], p.sm_scale, False, sides[0])),
+        "dv": (config.keys, columns(p, config, config.keys, 0, kept, do, t["dv"], 1.0, True, sides[1])),
+        "dk": (config.keys, columns(p, config, config.keys, 0, kept, q, t["dk"], p.sm_scale, True, sides[1])),
+        "dq": (config.queries, columns(p, config, config.queries, 0, kept, k, t["dq"], p.sm_scale, False, sides[0])),
     }
 
 
@@ -230,7 +271,10 @@ def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
 def compile_problem(
     problem: Problem,
-    passes: tuple[str, ...] = ("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", *PASSES),
+    passes: tuple[str, ...] = (
+        *("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", "split", "split_kept", "turn"),
+        *PASSES,
+    ),
     configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""

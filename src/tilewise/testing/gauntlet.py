@@ -63,9 +63,17 @@ def _lowest_rows(call: Call) -> None:
     bias[..., 17, :] = float("-inf")
 
 
+def _of_one_sign(call: Call) -> None:
+    """Values and gradients that are all positive, so that what a long sum loses at each step adds up."""
+    call.v.abs_()
+    if call.do is not None:
+        call.do.abs_()
+
+
 _VALUES: dict[str, Callable[[Call], None]] = {
     "beyond_cap": _beyond_cap,
     "lowest_rows": _lowest_rows,
+    "of_one_sign": _of_one_sign,
     "overflow_spike": _overflow_spike,
     "late_spike": _late_spike,
     "very_low": _very_low,
@@ -136,7 +144,7 @@ class Entry:
     ``shape`` is (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v). ``loss`` says which outputs have a gradient
     ("o", "lse" or "o+lse"). ``terms`` are words of ``terms.draw_terms``, which the spec has besides. ``places`` names the tensors
     whose memory ``layout`` changes. ``gpu_gib`` is the GPU memory that the entry needs; 0 means that it runs anywhere. ``returns``
-    is what is wanted besides o and lse.
+    is what is wanted besides o and lse. ``precision`` holds for float32.
     """
 
     name: str
@@ -151,6 +159,7 @@ class Entry:
     gpu_gib: int = 0
     terms: str = ""
     returns: str = ""
+    precision: str | None = None
 
     def __str__(self) -> str:
         return f"{self.name:<22} kills {self.kills}"
@@ -174,7 +183,7 @@ class Entry:
             sm_scale=self.sm_scale,
             dlse="lse" in self.loss,
         )
-        call = call.replace(returns=self.returns)
+        call = call.replace(returns=self.returns, precision=self.precision if dtype == torch.float32 else None)
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
@@ -687,6 +696,41 @@ GAUNTLET: tuple[Entry, ...] = (
         terms="bias:bhqk segment row dense",
         returns="weights",
     ),
+    Entry(
+        "split_causal",
+        "a part or a product that is lost where float32 operands are split; the sign of a scale; parts of another head",
+        (2, 4, 2, 101, 139, 40, 24),
+        causal(),
+        sm_scale=-0.4,
+        loss="o+lse",
+    ),
+    Entry(
+        "split_kept",
+        "the same where weights are kept",
+        (1, 4, 2, 98, 130, 272, 40),
+        window(60, 20),
+        terms="softcap:5",
+    ),
+    Entry(
+        "tf32_columns",
+        "keys of v as columns in another order than those of p; columns past the last key",
+        (2, 4, 2, 98, 139, 40, 24),
+        window(60, 20),
+        precision="tf32",
+    ),
+    Entry(
+        "tf32_kept",
+        "a part that is lost where kept weights are split in two",
+        (1, 2, 1, 98, 130, 272, 40),
+        causal(),
+        precision="tf32",
+    ),
+    Entry("split_long", "the same at a length of real work", (1, 4, 2, 1100, 1301, 128, 128), causal(), loss="o+lse", gpu_gib=1),
+    Entry("split_long_64", "the same in other tiles", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), gpu_gib=1),
+    Entry("split_long_256", "the same in other tiles", (1, 2, 1, 1100, 1301, 256, 192), terms="softcap:5", gpu_gib=1),
+    Entry("split_steep", "sums of one sign, which are cut off", (1, 2, 2, 2048, 4096, 128, 128), values="of_one_sign", gpu_gib=1),
+    Entry("tf32_long", "the same", (1, 4, 2, 1100, 1301, 128, 128), causal(), precision="tf32", loss="o+lse", gpu_gib=1),
+    Entry("tf32_long_64", "the same", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), precision="tf32", gpu_gib=1),
     Entry(
         "kept_causal",
         "derivatives of scores that are kept for some heads at a time, and read as those of other heads, keys or queries",

@@ -24,13 +24,14 @@ from ..api import attention
 from ..errors import AttentionError
 from ..merge import merge
 from ..spec import Spec
-from .gauntlet import GAUNTLET
+from .gauntlet import GAUNTLET, entry
 from .mutant_columns import COLUMN_MUTANTS
 from .mutant_drop import DROP_MUTANTS
 from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
+from .mutant_split import SPLIT_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
 from .mutant_wide import WIDE_MUTANTS
@@ -40,7 +41,7 @@ __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "pr
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
-    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS),
+    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *SPLIT_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
@@ -149,6 +150,8 @@ def _runs(mutant: Mutant) -> list[list[str]]:
     """The entries that should kill it first, then all others; for an equivalent mutant only those that come nearest."""
     # Halves of the keys have bounds of their own, but no tensors.
     runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not (e.returns or e.build().spec.terms))]
+    if mutant.backend != "triton":
+        runs = [name for name in runs if entry(name).precision is None]
     if mutant.backend.startswith("jvp "):
         runs = [e.name for e in JVP_ENTRIES]
     rest = [] if mutant.equivalent else [name for name in runs if name not in mutant.killers]

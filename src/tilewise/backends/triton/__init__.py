@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, chunks, padded
+from ...configs.split import parts_of, turned
 from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
@@ -28,6 +29,7 @@ from ..launching import Again, Launch, Plan, broadcast_strides
 from ..tables import fill_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
 from .dq_bias_launch import launch_dq_bias
+from .split_launch import forward_operands
 
 __all__ = [
     "Launch",
@@ -281,11 +283,15 @@ def _fwd(
     columns, rests, cut = _chunks(p, config, "qqvv")
     columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
+    parts, by_columns = parts_of(p, "fwd"), turned(p)
+    if by_columns:
+        tiles = (*tiles[:2], (columns[2], config.block_n), tiles[3])
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    own = {**cut, "NEGATIVE": p.sm_scale < 0, "BLOCK_DV": columns[-1]}
+    negative = p.sm_scale < 0 and parts == 1
+    own = {**cut, "NEGATIVE": negative, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
     return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named)
 
@@ -394,6 +400,7 @@ def launch_fwd(
     kept: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
 ) -> Launch:
+    """``q``, ``k`` and ``v`` are what ``forward_operands`` makes of those of a call."""
     return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
 
 
@@ -513,6 +520,7 @@ def forward(
             wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
         return
     config = configs.lookup(problem, "fwd")
+    q, k, v = forward_operands(problem, q, k, v)
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return

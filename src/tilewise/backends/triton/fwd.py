@@ -32,6 +32,7 @@ from .parts import (
     tile_range,
 )
 from .scores import add_sink, natural_step, scored, settled
+from .split import dot_add, dot_t, dot_turned, load_parts
 
 
 @triton.jit
@@ -42,7 +43,8 @@ def _fwd_tiles(
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
     for n_block in tl.range(first, last):
@@ -50,9 +52,9 @@ def _fwd_tiles(
             n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         # [BLOCK_N, BLOCK_D]
-        k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
+        k_tile = load_parts(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN, PARTS)
         # [BLOCK_M, BLOCK_N]
-        qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        qk = dot_t(q, k_tile, PRECISION, PARTS)
         if REST > 0:
             k_more = load_tile(k_rest, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, REST, BULK, WIDEN, BLOCK_D)
             qk = tl.dot(q_rest, tl.trans(k_more), qk, input_precision=PRECISION)
@@ -77,9 +79,14 @@ def _fwd_tiles(
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
-        # [BLOCK_N, BLOCK_DV]
-        v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, col)
-        acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
+        if TURNED:
+            acc = dot_turned(p, v, v_strides, batch, head_kv, start_n, acc, BLOCK_N, BLOCK_DV, col, PRECISION)
+        else:
+            # [BLOCK_N, BLOCK_DV]
+            v_tile = load_parts(
+                v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col
+            )
+            acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, PARTS)
         if REST_V > 0:
             v_more = load_tile(
                 v_rest, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, REST_V, BULK, WIDEN, BLOCK_DV
@@ -98,7 +105,8 @@ def _fwd_kernel(
     REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
     m_block, col = column_part(m_block, SPLIT, BLOCK_DV)
@@ -111,7 +119,7 @@ def _fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # [BLOCK_M, BLOCK_D]
-    q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
+    q_tile = load_parts(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN, PARTS)
     if NEGATIVE:
         # max(qk) * qk_scale2 is the maximum of the scores only for a scale >= 0: the sign goes into q, which is exact.
         q_tile = -q_tile
@@ -147,20 +155,20 @@ def _fwd_kernel(
             acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
             head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
             score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
     acc, acc_rest, l_i, m_i = _fwd_tiles(
         acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
         head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
         score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, acc_rest, l_i, m_i = _fwd_tiles(
             acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
             head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
             score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
         )  # fmt: skip
 
     if NATURAL:

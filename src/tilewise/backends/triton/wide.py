@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from .bwd import _load_pivot
-from .parts import LENGTHS, allowed, key_terms, listed, load_tile, operand, query_terms, seen, store_tile, tile_range
+from .parts import LENGTHS, allowed, key_terms, listed, operand, query_terms, seen, store_tile, tile_range
 from .scores import before, scored, weights
+from .split import add_parts, joined, load_parts, store_parts, transposed
 
 _LENGTHS = (*LENGTHS, "first")
 
@@ -31,6 +32,25 @@ def _place(first, heads_kv, group):
     return local, batch, head_kv * group + local % group, head_kv
 
 
+@triton.jit
+def _streamed(
+    a, b, a_strides, b_strides, batch, head, head_kv, start_m, start_n, seqlen_q, seqlen_k,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """``a b^T`` of rows of queries and rows of keys, CHUNK columns at a time."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    rest = acc
+    for col in tl.range(0, SIZE, CHUNK):
+        a_tile = load_parts(a, a_strides, batch, head, start_m, seqlen_q, SIZE, BLOCK_M, CHUNK, BULK, WIDEN, PARTS, col)
+        b_tile = load_parts(b, b_strides, batch, head_kv, start_n, seqlen_k, SIZE, BLOCK_N, CHUNK, BULK, WIDEN, PARTS, col)
+        if PARTS == 1:
+            acc = tl.dot(a_tile, tl.trans(b_tile), acc, input_precision=PRECISION)
+        else:
+            acc, rest = add_parts(a_tile, transposed(b_tile, PARTS), acc, rest, PARTS, SIZE > 128)
+    return joined(acc, rest, PARTS)
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def _weights_kernel(
     q, k, v, do, lse_ptr, delta_ptr, p_ptr, ds_ptr, q_strides, k_strides, v_strides, do_strides,
@@ -40,7 +60,7 @@ def _weights_kernel(
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """p and ds of one tile. Grid: (query tiles x key tiles) x kept query heads."""
     local, batch, head, head_kv = _place(first, heads_kv, group)
@@ -62,17 +82,15 @@ def _weights_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     kv_pos = start_n + tl.arange(0, BLOCK_N)
     # [BLOCK_M, BLOCK_N]
-    s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for col in tl.range(0, HEAD_DIM, CHUNK):
-        q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, CHUNK, BULK, WIDEN, col)
-        k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, CHUNK, BULK, WIDEN, col)
-        s = tl.dot(q_tile, tl.trans(k_tile), s, input_precision=PRECISION)
-    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if NEED_DS:
-        for col in tl.range(0, HEAD_DIM_V, CHUNK):
-            do_tile = load_tile(do, do_strides, batch, head, start_m, seqlen_q, HEAD_DIM_V, BLOCK_M, CHUNK, BULK, WIDEN, col)
-            v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, CHUNK, BULK, WIDEN, col)
-            dp = tl.dot(do_tile, tl.trans(v_tile), dp, input_precision=PRECISION)
+    s = _streamed(
+        q, k, q_strides, k_strides, batch, head, head_kv, start_m, start_n, seqlen_q, seqlen_k,
+        HEAD_DIM, BLOCK_M, BLOCK_N, CHUNK, PRECISION, PARTS, BULK, WIDEN,
+    )  # fmt: skip
+    if NEED_DS and PARTS == 1:
+        dp = _streamed(
+            do, v, do_strides, v_strides, batch, head, head_kv, start_m, start_n, seqlen_q, seqlen_k,
+            HEAD_DIM_V, BLOCK_M, BLOCK_N, CHUNK, PRECISION, PARTS, BULK, WIDEN,
+        )  # fmt: skip
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     pivot, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
     s, slope, _ = scored(
@@ -87,16 +105,22 @@ def _weights_kernel(
         ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
     p = tl.where(ok, p, 0.0)
     width = n_blocks * BLOCK_N
-    first_at = (local * m_blocks * BLOCK_M + start_m).to(tl.int64) * width + start_n
+    first_at = (local * KEPT * m_blocks * BLOCK_M + start_m).to(tl.int64) * width + start_n
+    plane = (m_blocks * BLOCK_M).to(tl.int64) * width
     at = tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
     if NEED_P:
-        tl.store(p_ptr + first_at + at, operand(p, DTYPE, WIDEN).to(p_ptr.dtype.element_ty))
+        store_parts(p_ptr + first_at + at, operand(p, DTYPE, WIDEN), plane, KEPT)
     if NEED_DS:
+        if PARTS > 1:  # only now: the sums of parts take registers
+            dp = _streamed(
+                do, v, do_strides, v_strides, batch, head, head_kv, start_m, start_n, seqlen_q, seqlen_k,
+                HEAD_DIM_V, BLOCK_M, BLOCK_N, CHUNK, PRECISION, PARTS, BULK, WIDEN,
+            )  # fmt: skip
         delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
         ds = p * (dp - delta[:, None])
         if len(STEPS) > 0:
             ds = before(ds, slope, score)
-        tl.store(ds_ptr + first_at + at, operand(ds, DTYPE, WIDEN).to(ds_ptr.dtype.element_ty))
+        store_parts(ds_ptr + first_at + at, operand(ds, DTYPE, WIDEN), plane, KEPT)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -105,7 +129,7 @@ def _keys_kernel(
     first, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, scale, m_blocks,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """``out = scale kept^T rows`` of one tile of keys and COLS columns. Grid: (key tiles x parts of columns) x kept key heads."""
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
@@ -119,6 +143,7 @@ def _keys_kernel(
     lo, _, _, hi = tile_range(start_n, row_end, seqlen_q, lower - q_start, upper + q_start, BLOCK_M, HAS_LOWER, HAS_UPPER)
     steps: tl.constexpr = BLOCK_M // STEP
     acc = tl.zeros([BLOCK_N, COLS], tl.float32)
+    rest = acc
     for member in range(group):
         head = head_kv * group + member
         if table is not None:
@@ -128,13 +153,17 @@ def _keys_kernel(
             if table is not None:
                 start_m = tl.load(tiles + step // steps) * BLOCK_M + step % steps * STEP
             # [STEP, BLOCK_N]
-            tile = load_tile(
+            tile = load_parts(
                 kept, kept_strides, tl.program_id(2), local * group + member, start_m, m_blocks * BLOCK_M,
-                BLOCK_N, STEP, BLOCK_N, BULK, WIDEN, start_n,
+                BLOCK_N, STEP, BLOCK_N, BULK, WIDEN, PARTS, start_n,
             )  # fmt: skip
             # [STEP, COLS]
-            row_tile = load_tile(rows, rows_strides, batch, head, start_m, seqlen_q, SIZE, STEP, COLS, BULK, WIDEN, col)
-            acc = tl.dot(tl.trans(tile), row_tile, acc, input_precision=PRECISION)
+            row_tile = load_parts(rows, rows_strides, batch, head, start_m, seqlen_q, SIZE, STEP, COLS, BULK, WIDEN, PARTS, col)
+            if PARTS == 1:
+                acc = tl.dot(tl.trans(tile), row_tile, acc, input_precision=PRECISION)
+            else:
+                acc, rest = add_parts(transposed(tile, PARTS), row_tile, acc, rest, PARTS, True)
+    acc = joined(acc, rest, PARTS)
     store_tile(out, out_strides, batch, head_kv, start_n, seqlen_k, acc * scale, SIZE, BLOCK_N, COLS, BULK, WIDEN, col)
 
 
@@ -144,7 +173,7 @@ def _queries_kernel(
     first, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, scale, m_blocks,
     REVERSED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """``out = scale kept rows`` of one tile of queries, COLS columns. Grid: (query tiles x parts of columns) x kept query heads."""
     parts: tl.constexpr = (SIZE + COLS - 1) // COLS
@@ -160,15 +189,21 @@ def _queries_kernel(
         tiles, lo, _, _, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     steps: tl.constexpr = BLOCK_N // STEP
     acc = tl.zeros([BLOCK_M, COLS], tl.float32)
+    rest = acc
     for step in tl.range(lo * steps, hi * steps):
         start_n = step * STEP
         if table is not None:
             start_n = tl.load(tiles + step // steps) * BLOCK_N + step % steps * STEP
         # [BLOCK_M, STEP]
-        tile = load_tile(
-            kept, kept_strides, tl.program_id(2), local, start_m, m_blocks * BLOCK_M, STEP, BLOCK_M, STEP, BULK, WIDEN, start_n
-        )
+        tile = load_parts(
+            kept, kept_strides, tl.program_id(2), local, start_m, m_blocks * BLOCK_M,
+            STEP, BLOCK_M, STEP, BULK, WIDEN, PARTS, start_n,
+        )  # fmt: skip
         # [STEP, COLS]
-        row_tile = load_tile(rows, rows_strides, batch, head_kv, start_n, seqlen_k, SIZE, STEP, COLS, BULK, WIDEN, col)
-        acc = tl.dot(tile, row_tile, acc, input_precision=PRECISION)
+        row_tile = load_parts(rows, rows_strides, batch, head_kv, start_n, seqlen_k, SIZE, STEP, COLS, BULK, WIDEN, PARTS, col)
+        if PARTS == 1:
+            acc = tl.dot(tile, row_tile, acc, input_precision=PRECISION)
+        else:
+            acc, rest = add_parts(tile, row_tile, acc, rest, PARTS, True)
+    acc = joined(acc, rest, PARTS)
     store_tile(out, out_strides, batch, head, start_m, seqlen_q, acc * scale, SIZE, BLOCK_M, COLS, BULK, WIDEN, col)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import triton
 
+from ...configs.split import parts_of
 from ...configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ...plan import Geometry, Masked
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from . import wide, wide_fwd
+from .split_launch import split_of
 
 __all__ = ["geometries", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights", "run", "run_forward"]
 
@@ -60,6 +62,7 @@ def _weights(
         *(*others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks),
     )
     own = {"NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
+    own |= {"KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights")}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
     grid = (m_blocks * n_blocks, heads, 1)
@@ -83,7 +86,8 @@ def launch_weights(
 ) -> Launch:
     """``p`` and ``ds`` [1, kept query heads, queries, keys] from the head of keys ``first`` on; None is not made."""
     kept = next(t for t in (p, ds) if t is not None)
-    plan = _weights(problem, config, first, kept.shape[1], p is not None, ds is not None, mask, tensors)
+    heads = kept.shape[1] // parts_of(problem, "kept")
+    plan = _weights(problem, config, first, heads, p is not None, ds is not None, mask, tensors)
     return plan.launch(q, k, v, do, pivots, delta, kept if p is None else p, kept if ds is None else ds)
 
 
@@ -111,7 +115,14 @@ def _columns(
     numbers = (*table, first, x.heads_kv, *others, scale, m_blocks)
     block = tile.block_n if keys_resident else tile.block_m
     tiles = ((walk.step, block) if keys_resident else (block, walk.step), (walk.step, columns), (block, columns))
-    own = {"SIZE": size, "COLS": columns, "STEP": walk.step, "num_warps": walk.num_warps, "num_stages": walk.num_stages}
+    own = {
+        "PARTS": parts_of(x, "kept"),
+        "SIZE": size,
+        "COLS": columns,
+        "STEP": walk.step,
+        "num_warps": walk.num_warps,
+        "num_stages": walk.num_stages,
+    }
     kernel = wide._keys_kernel if keys_resident else wide._queries_kernel
     own |= {} if keys_resident else {"REVERSED": options["REVERSED"]}
     return _plan(x, kernel, grid, tiles, numbers, {**_constants(x, config), **own})
@@ -130,7 +141,8 @@ def launch_columns(
     mask: Masked | None = None,
 ) -> Launch:
     """``out = scale kept^T rows`` (dk, dv) if ``keys_resident``, else ``scale kept rows`` (dq), for the heads that are kept."""
-    plan = _columns(problem, config, walk, first, kept.shape[1], out.shape[-1], scale, keys_resident, mask)
+    heads = kept.shape[1] // parts_of(problem, "kept")
+    plan = _columns(problem, config, walk, first, heads, out.shape[-1], scale, keys_resident, mask)
     return plan.launch(kept, rows, out)
 
 
@@ -150,14 +162,19 @@ def run(
     from . import _mask
 
     x, config, count = problem, config_of(problem), units_kept(problem)
-    q, k, _, do, *_ = given
+    q, k, v, do, *others = given
+    parts, dtype = parts_of(x, "kept"), q.dtype
+    if parts > 1:
+        whole = parts_of(x, "weights") == 1
+        q, k, do = (split_of(t, parts) for t in (q, k, do))
+        given, dtype = given if whole else (q, k, split_of(v, parts), do, *others), q.dtype
     by_rows = _mask(x, tensors, config.weights)
     by_keys = None if dk is None and dv is None else _mask(x, tensors, config.weights, transposed=True)
     m_blocks, n_blocks = _blocks(x, config)
     units = x.batch * x.heads_kv
-    shape = (1, count * x.group, m_blocks * config.weights.block_m, n_blocks * config.weights.block_n)
-    p = None if dv is None else torch.empty(shape, dtype=q.dtype, device=q.device)
-    ds = None if dq is None and dk is None else torch.empty(shape, dtype=q.dtype, device=q.device)
+    shape = (1, count * x.group * parts, m_blocks * config.weights.block_m, n_blocks * config.weights.block_n)
+    p = None if dv is None else torch.empty(shape, dtype=dtype, device=q.device)
+    ds = None if dq is None and dk is None else torch.empty(shape, dtype=dtype, device=q.device)
     products = [(p, do, dv, 1.0, True), (ds, q, dk, x.sm_scale, True), (ds, k, dq, x.sm_scale, False)]
     kept = next(t for t in (p, ds) if t is not None)
     plain = tensors is NO_TENSORS
