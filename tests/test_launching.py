@@ -11,7 +11,7 @@ import torch
 
 from tilewise.arch import Runtime, runtime
 from tilewise.backends import launching
-from tilewise.backends.launching import Plan, class_of
+from tilewise.backends.launching import Again, Plan, class_of
 
 pytest.importorskip("triton", reason="kept launches are launches of Triton kernels")
 
@@ -362,3 +362,22 @@ def test_numbers_of_one_class_are_one_to_triton(specialised):
             assert seen[0] == seen[1], (a, b)
     assert class_of(32, specialised) == class_of(48, specialised)
     assert (class_of(32, specialised) == class_of(33, specialised)) is not specialised
+
+
+@pytest.mark.parametrize("triton", [(3, 6), (3, 9)])
+def test_a_tensor_that_is_described_twice_has_one_address(direct, triton, monkeypatch):
+    monkeypatch.setattr(launching, "runtime", lambda: Runtime(triton))
+    kernel, plan = direct
+    plan = Plan(kernel, (7,), ((1, 8),), (Again(0, (1, 4)), 48), {"BLOCK": 16}, plan.descriptor)
+    (x, y), (x_new, y_new) = pair(), pair()
+    for tensors in ((x, y), (x, y), (x_new, y_new)):
+        plan.run(*tensors)
+    first, *_, last = kernel.launches
+    shape, strides = list(x.shape), list(x.stride())
+    assert first[1][:3] == ((x, shape, strides, [1, 8]), y, (x, shape, strides, [1, 4]))
+    assert last[0] == ("direct" if triton == (3, 9) else "kept")
+    if triton == (3, 9):
+        addresses = [v[1] for v in last[1][15] if isinstance(v, tuple)]
+    else:
+        addresses = [v.base.data_ptr() for v in last[1] if hasattr(v, "base")]
+    assert addresses == [x_new.data_ptr()] * 2

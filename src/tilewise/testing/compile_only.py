@@ -239,7 +239,8 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *sizes)
     dtype = t["q"].dtype if parts_of(p, "kept") == 1 else torch.bfloat16
     kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=dtype)
-    given = (*(_parts(p, t[name], "weights") for name in ("q", "k", "v", "do")), t["pivots"], t["delta"], kept, kept)
+    streamed = [_parts(p, t[name], "weights") for name in ("q", "k", "v", "do")]
+    given: tuple[Any, ...] = (*streamed, t["pivots"], t["delta"], kept, kept)
     do, q, k = (_parts(p, t[name], "kept") for name in ("do", "q", "k"))
     columns = wide_launch.launch_columns
     return {

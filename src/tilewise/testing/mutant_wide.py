@@ -7,6 +7,7 @@ from .mutant_list import FWD, PARTS, Mutant
 __all__ = ["WIDE_MUTANTS"]
 
 WIDE = "backends/triton/wide.py"
+WIDE_FWD = "backends/triton/wide_fwd.py"
 
 WIDE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -15,7 +16,7 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         PARTS,
         "return tile // SPLIT, tile % SPLIT * COLS",
         "return tile // SPLIT, 0",
-        ("wide_512",),
+        ("wide_dropout",),
     ),
     Mutant(
         "split_v_whole",
@@ -23,7 +24,7 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         FWD,
         "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col\n",
         "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS\n",
-        ("wide_512",),
+        ("wide_dropout",),
     ),
     Mutant(
         "wide_rows_end_early",
@@ -81,5 +82,45 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "acc",
         ("wide_512",),
         count=2,
+    ),
+    Mutant(
+        "wide_tile_keeps_its_pivot",
+        "weights of a tile meet the values as they were kept, whatever the pivot of the row is",
+        WIDE_FWD,
+        "operand(tile.to(tl.float32) * alpha[:, None], DTYPE, WIDEN)",
+        "operand(tile.to(tl.float32), DTYPE, WIDEN)",
+        ("wide_512", "wide_384"),
+    ),
+    Mutant(
+        "wide_sum_keeps_its_pivot",
+        "the sum of a tile counts as it was kept",
+        WIDE_FWD,
+        "l_i += alpha * tl.load(sums_ptr + at) * (1.0 / steps)",
+        "l_i += tl.load(sums_ptr + at) * (1.0 / steps)",
+        ("wide_512", "wide_384"),
+    ),
+    Mutant(
+        "wide_sink_not_counted",
+        "a sink takes no weight from wide heads",
+        WIDE_FWD,
+        "l_i += tl.math.exp2((logit - pivot) * unit)",
+        "l_i += 0.0 * tl.math.exp2((logit - pivot) * unit)",
+        ("wide_terms",),
+    ),
+    Mutant(
+        "wide_v_of_the_first_columns",
+        "every part of the columns of o is made of the first columns of v",
+        WIDE_FWD,
+        "SIZE, STEP, COLS, BULK, WIDEN, col)",
+        "SIZE, STEP, COLS, BULK, WIDEN)",
+        ("wide_512",),
+    ),
+    Mutant(
+        "wide_forward_mask_lost",
+        "tensors of the mask are not asked where forward weights are kept",
+        WIDE_FWD,
+        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)",
+        "ok = ok",
+        ("wide_terms",),
     ),
 )
