@@ -173,7 +173,7 @@ def _dkdv_kernel(
     v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
     dk = tl.zeros([BLOCK_N, BLOCK_D // SPLIT], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV // SPLIT], tl.float32)
-    k_more, v_more, dk_rest, dv_rest = None, None, None, None
+    k_more, v_more, dk_rest, dv_rest = None, None, kv_pos, kv_pos  # whatever they are: Triton 3.6 returns no None
     if REST > 0:
         if not BULK:
             q_rest, k_rest, dk_out_rest = q, k, dk_out
@@ -347,7 +347,7 @@ def _dq_kernel(
     delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
     dslope = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D // SPLIT], tl.float32)
-    q_more, do_more, dq_rest = None, None, None
+    q_more, do_more, dq_rest = None, None, q_pos  # whatever it is: Triton 3.6 returns no None
     if REST > 0:
         if not BULK:
             q_rest, k_rest, dq_out_rest = q, k, dq_out

@@ -131,7 +131,7 @@ def _fwd_kernel(
         q_more = load_tile(q_rest, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, REST, BULK, WIDEN, BLOCK_D)
         if NEGATIVE:
             q_more = -q_more
-    acc_rest = None
+    acc_rest = l_i  # whatever it is: Triton 3.6 returns no None
     if REST_V > 0:
         if not BULK:
             v_rest = v
