@@ -203,11 +203,6 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
         return (args[0].float() * args[1]).to(args[0].dtype)
     if name == "_add_text":
         return _add(*args)
-    if name.startswith(("_capped_weights_", "_capped_columns_")):
-        s, lse2, by, cap = args
-        t = torch.tanh(s * by)
-        p, slope = torch.exp2(t * cap - (lse2[:, None] if "weights" in name else lse2[None, :])), 1 - t * t
-        return p * slope if "weights" in name else (p.to(torch.bfloat16), (p * slope).to(torch.bfloat16))
     if name == "_tanh_text":
         return torch.tanh(args[0])
     if text.startswith("//"):

@@ -30,30 +30,6 @@ class Barrier:
         return (self.phase & 1) != parity
 
 
-class Turns:
-    """Named barriers, one a consumer: complete after its warps have come to wait and the warps before it have arrived."""
-
-    def __init__(self, consumers):
-        self.barriers = [Barrier(2 * WARPS) for _ in range(consumers)]
-        self.came = [[0, 0] for _ in range(consumers)]  # arrivals and waits of this phase
-
-    def _arrive(self, c, waits):
-        self.came[c][waits] += 1
-        if self.came[c][waits] > WARPS:
-            raise RuntimeError(f"the barrier of consumer {c} completes without it" if not waits else f"consumer {c} waits twice")
-        if sum(self.came[c]) == 2 * WARPS:
-            self.came[c] = [0, 0]
-        self.barriers[c].arrive()
-
-    def take(self, c):
-        phase = self.barriers[c].phase
-        self._arrive(c, True)
-        yield lambda: self.barriers[c].phase > phase
-
-    def give(self, c):
-        self._arrive((c + 1) % len(self.barriers), False)
-
-
 class Ring:
     def __init__(self, slots, releases):
         self.slots = slots
@@ -87,10 +63,8 @@ class Launch:
     """One program of a launch, or all of them on one counter (``dynamic``)."""
 
     def __init__(
-        self, mask, seqlen_q, seqlen_k, heads, consumers, block_n, stages, q_slots, overlap, dynamic, programs, fault="", pack=1,
-        turns=False,
-    ):  # fmt: skip
-        self.turns = turns
+        self, mask, seqlen_q, seqlen_k, heads, consumers, block_n, stages, q_slots, overlap, dynamic, programs, fault="", pack=1
+    ):
         self.mask, self.seqlen_q, self.seqlen_k, self.heads = mask, seqlen_q, seqlen_k, heads
         self.consumers, self.block_n, self.overlap, self.dynamic, self.fault = consumers, block_n, overlap, dynamic, fault
         self.stages, self.q_slots = stages, q_slots
@@ -123,12 +97,10 @@ class Launch:
         tickets = [None] * TICKETS
         copies = []
         groups = [Barrier(WARPS) for _ in range(self.consumers)]
-        turns = Turns(self.consumers) if self.turns else None
         yield copies, self.producer(program, q, k, v, issued, tickets, copies)
         for c in range(self.consumers):
             for _ in range(WARPS):
-                yield copies, self.warp(program, c, q, k, v, issued, tickets, groups[c], turns)
-        self.left = turns
+                yield copies, self.warp(program, c, q, k, v, issued, tickets, groups[c])
 
     def producer(self, program, q, k, v, issued, tickets, copies):
         step, turn, index = 0, 0, program
@@ -151,17 +123,12 @@ class Launch:
                 break
             turn += 1
 
-    def warp(self, program, c, q, k, v, issued, tickets, group, turns):
+    def warp(self, program, c, q, k, v, issued, tickets, group):
         step, turn, index = 0, 0, program
-        if turns and c == self.consumers - 1:
-            turns.give(c)
 
         def passed(count, top):
             nonlocal step
             for j in range(count):
-                if turns and self.fault != "passes without a turn":
-                    yield from turns.take(c)
-                    turns.give(c)
                 for ring in (k, v):
                     yield from ring.take(step, (index, top - j))
                     ring.release(step, (index, top - j))
@@ -180,17 +147,10 @@ class Launch:
             visited = list(range(own_hi - 1, own_lo - 1, -1))
             if self.overlap:
                 yield from k.take(step, (index, visited[0]))
-                if turns:
-                    yield from turns.take(c)
-                    turns.give(c)
                 k.release(step, (index, visited[0]))
                 for before, n in itertools.pairwise(visited):
                     yield from k.take(step + 1, (index, n))
-                    if turns:
-                        yield from turns.take(c)
                     yield from v.take(step, (index, before))
-                    if turns:
-                        turns.give(c)
                     k.release(step + 1, (index, n))
                     v.release(step, (index, before))
                     step += 1
@@ -220,8 +180,6 @@ class Launch:
             yield lambda b=issued[slot], p=parity: b.done(p)
             index = tickets[slot]
             turn += 1
-        if turns and c == 0:
-            yield from turns.take(c)
 
     def run(self, rng):
         live = []  # [copies, process, what it waits for]
@@ -274,25 +232,6 @@ def test_every_tile_is_attended_once_without_deadlock(head_dim, dynamic):
             assert launch.counter == 0
             rows = [(head, row) for head, row, *_ in launch.attended]
             assert sorted(rows) == sorted([(h, r) for h in range(heads) for r in range(0, padded, ROWS)] * WARPS)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_consumers_that_take_turns_never_wait_for_one_another_for_ever(consumers, dynamic):
-    rng = random.Random(consumers + dynamic)
-    for _ in range(12):
-        mask, seqlen_q, seqlen_k = _draw(rng)
-        launch = Launch(mask, seqlen_q, seqlen_k, 2, consumers, 64, 2, 2, True, dynamic, 2, turns=True)
-        launch.run(rng)
-        assert len(launch.attended) == launch.total * consumers * WARPS
-        assert launch.left.came == [[0, 0]] * consumers  # nobody is owed a turn at the end
-
-
-def test_a_tile_that_is_passed_without_a_turn_is_seen():
-    mask = Spec(upper=0, lower=100)
-    launch = Launch(mask, 600, 600, 1, 2, 64, 2, 2, True, False, 1, "passes without a turn", turns=True)
-    with pytest.raises(RuntimeError):
-        launch.run(random.Random(0))
 
 
 @pytest.mark.parametrize("pack", [1, 2, 8, 64])

@@ -14,9 +14,7 @@ __all__ = [
     "FORMS",
     "LISTED",
     "PICKED",
-    "WAYS",
     "HopperConfig",
-    "Ways",
     "columns",
     "few_tiles",
     "illegal",
@@ -26,7 +24,6 @@ __all__ = [
     "shared_memory",
     "softcap_bounds",
     "suits_guard",
-    "ways",
 ]
 
 # Registers of a consumer's and of the producer's threads, by consumers and programs on a multiprocessor.
@@ -54,30 +51,6 @@ class HopperConfig:
     def registers(self) -> tuple[int, int]:
         """Of each thread of a consumer and of the producer."""
         return _REGISTERS[self.block_m // 64, self.resident]
-
-
-@dataclass(frozen=True)
-class Ways:
-    """How a hasty kernel does what several ways lead to. ``turns``: consumers that overlap issue the products of a tile in turn, so
-    that one's are under the other's softmax. ``early``: weights are made before they are masked; then exp2 runs under the product
-    of the last tile. ``lean``: ALiBi is added to the exponents where it could be added by one more product."""
-
-    turns: bool = False
-    early: bool = False
-    lean: bool = False
-
-
-# By head_dim and the score steps of the spec; None: any other head_dim.
-WAYS: dict[tuple[int | None, tuple[str, ...]], Ways] = {
-    (128, ("softcap",)): Ways(turns=True),
-    (None, ("alibi",)): Ways(early=True, lean=True),
-}
-
-
-def ways(problem: Problem) -> Ways:
-    """The ways of a problem's hasty kernel."""
-    steps = problem.spec.steps
-    return WAYS.get((problem.head_dim, steps)) or WAYS.get((None, steps)) or Ways()
 
 
 # Products of one query and one key element from which on a second launch, nearly always an empty one, is worth its microseconds.

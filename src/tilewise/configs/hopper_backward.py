@@ -13,7 +13,6 @@ __all__ = [
     "ADDS",
     "DKDV",
     "DQ",
-    "EARLY",
     "KEEPS",
     "KEPT",
     "AddingConfig",
@@ -24,7 +23,6 @@ __all__ = [
     "QueriesConfig",
     "adds",
     "dims_of",
-    "fuses",
     "heads_kept",
     "illegal",
     "illegal_backward",
@@ -132,12 +130,6 @@ DQ: dict[Dims, tuple[QueriesConfig, ...]] = {
 }
 # Of DQ, where a softcap or a list of tiles needs registers of its own: one with small tiles.
 SMALL_TILES = {64: 0, 128: 2, 256: 0}
-# Of DQ, where FUSED makes do with fewer.
-CAPPED = {64: 0, 128: 0, 256: 0}
-# A softcap alone, in bfloat16: weights and its derivative in one block of instructions, score by score (``terms.capped_weights``).
-FUSED = True
-# dq: weights are made before they are masked; then exp2 runs under the product that makes dp.
-EARLY = False
 # Of DQ, where ALiBi does: two consumers.
 RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
@@ -266,18 +258,11 @@ def lookup_dkdv(problem: Problem) -> KeysConfig:
     return DKDV[dims_of(problem)][place] if own is None else own.config.keys
 
 
-def fuses(problem: Problem) -> bool:
-    """Are the weights of a softcap made in one block of instructions?"""
-    return FUSED and problem.dtype == "bfloat16" and problem.spec.steps == ("softcap",)
-
-
 def lookup_dq(problem: Problem) -> QueriesConfig:
     """The config of the kernel that makes dq."""
     own, p = _own(problem), problem
     place = 0
-    if fuses(p) and not (p.spec.segment or p.spec.row):
-        place = CAPPED[p.head_dim]
-    elif p.spec.softcap is not None or p.spec.segment or p.spec.row:
+    if p.spec.softcap is not None or p.spec.segment or p.spec.row:
         place = SMALL_TILES[p.head_dim]
     elif p.spec.steps:
         place = RAMPS.get(p.head_dim, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...configs.hopper import FORMS, HopperConfig, Ways, columns, lookup, packs, softcap_bounds, ways
+from ...configs.hopper import FORMS, HopperConfig, columns, lookup, packs, softcap_bounds
 from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
@@ -49,14 +49,12 @@ def _fwd(
         *(m_blocks, heads, together(heads, group, p.seqlen_k * (p.head_dim + p.head_dim_v) * p.itemsize)),
         *term_numbers(p, tensors, table),
     )
-    terms, way = term_options(p), ways(p) if form == "hasty" else Ways()
+    terms = term_options(p)
     options = {
         **terms,
-        "RAMP": terms["RAMP"] and not way.lean,
-        "LEAN": terms["RAMP"] and way.lean,
+        "RAMP": terms["RAMP"] and form != "hasty",
+        "LEAN": terms["RAMP"] and form == "hasty",
         "FIXED": form == "hasty" and softcap_bounds(p),
-        "TURNS": config.overlap and way.turns,
-        "EARLY": way.early,
         "HAS_UPPER": has_upper,
         "HAS_LOWER": has_lower,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bwd_parts import KeptDs, Keys, feed_all, make_row_ring, packed, product_with, rows_of, weights, write_tile
 from .parts import ROWS, WARPS, wait
-from .terms import capped_columns, make_ramp
+from .terms import make_ramp
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
@@ -45,23 +45,13 @@ def _step(
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
-    FUSED: gl.constexpr = keys.FUSED and not MASKED
     q_tile = q_ring.tile(step)
-    do_tile = do_ring.tile(step)
-    if FUSED and keys.NEED_DK:
-        do_ring.arrived(step)
-        dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], is_async=True)
-    if FUSED:
-        m_block = place
-        p16, words = capped_columns(s, rows_of(q_ring, step, S_LAYOUT), keys.terms[0])
-    else:
-        p, slope, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, MASKED)
-        p16, words = packed(p, q_tile.dtype)
-        if keys.CAPPED:
-            words = packed(p * slope, q_tile.dtype)[1]
-    if not (FUSED and keys.NEED_DK):
-        do_ring.arrived(step)
-    if keys.NEED_DK and not FUSED:
+    p, slope, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, MASKED)
+    p16, words = packed(p, q_tile.dtype)
+    if keys.CAPPED:
+        words = packed(p * slope, q_tile.dtype)[1]
+    do_tile = do_ring.take(step)
+    if keys.NEED_DK:
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], is_async=True)
     if keys.NEED_DV:
         p_operand = gl.convert_layout(p16, P_LAYOUT)
@@ -184,7 +174,6 @@ def _dkdv_kernel(
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
-    FUSED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -198,7 +187,7 @@ def _dkdv_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
-        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, FUSED,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
         stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS * 2, ROWS, BLOCK_M], K_LAYOUT)

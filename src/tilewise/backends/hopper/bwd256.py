@@ -220,7 +220,7 @@ def _dkdv256_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, ROWS, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
-        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, False,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
         stages = gl.allocate_shared_memory(DTYPE, [2, ROWS, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))

@@ -234,7 +234,7 @@ def _dkdvdq_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_total, none, heads_kv, group, q_pad, seqlen_k, q_start, none, none,
         BLOCK_M, BLOCK_N, HEAD_DIM, False, False, HAS_TAIL, "any", True, True, True,
-        None, None, None, None, None, STEPS, False, False, False, False, False,
+        None, None, None, None, None, STEPS, False, False, False, False,
     )  # fmt: skip
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .parts import ROWS, WARPS, Work, make_ring, wait
-from .terms import capped_weights, exponents, make_ramp, masked, own_of
+from .terms import exponents, make_ramp, masked, own_of
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_q", "group", "seqlen_q", "seqlen_k", "q_pad", "q_start", "upper", "lower")
@@ -49,13 +49,8 @@ def _weights(s, lse2, qk_scale2, work, own, place, start_row, free_lo, free_hi):
     first_key = n_block * work.BLOCK_N
     if work.RAMP:
         lse2 = lse2 - own.slope2 * (first_key + work.BLOCK_N // 2 - first_row).to(gl.float32)
-    if work.FUSED:
-        p = capped_weights(s, lse2, work.terms[0])
-        return masked(p, work, own, place, n_block, start_row, free_lo, free_hi, True)
     x, slope = exponents(s, lse2[:, None], work, own.slope2, first_row, first_key, qk_scale2)
-    if work.EARLY:
-        return masked(gl.exp2(x) * slope, work, own, place, n_block, start_row, free_lo, free_hi, True)
-    return gl.exp2(masked(x, work, own, place, n_block, start_row, free_lo, free_hi, False)) * slope
+    return gl.exp2(masked(x, work, own, place, n_block, start_row, free_lo, free_hi)) * slope
 
 
 @gluon.jit
@@ -158,7 +153,7 @@ def _dq_kernel(
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    STEPS: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr, FUSED: gl.constexpr, EARLY: gl.constexpr,
+    STEPS: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
@@ -173,7 +168,7 @@ def _dq_kernel(
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,
-        terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST, False, False, EARLY, FUSED,
+        terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST, False,
     )  # fmt: skip
     if RAMP:
         ramp = make_ramp(BLOCK_N, BLOCK_N)

@@ -40,7 +40,7 @@ def _producer(work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, r
 def _weights(s, lse2, qk_scale2, work, own, place, start_row, free_lo, free_hi):
     """p [ROWS, BLOCK_N]; masked after the scale, which may be negative."""
     x, _ = exponents(s, lse2[:, None], work, own.slope2, work.q_start + start_row, place * work.BLOCK_N, qk_scale2)
-    return gl.exp2(masked(x, work, own, place, place, start_row, free_lo, free_hi, False))
+    return gl.exp2(masked(x, work, own, place, place, start_row, free_lo, free_hi))
 
 
 @gluon.jit
@@ -150,7 +150,7 @@ def _dq_chunks_kernel(
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,
-        terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST, False, False, False, False,
+        terms, table_batch, table_head, table_width, STEPS, RAMP, False, LISTED, False, FAST, False,
     )  # fmt: skip
     mine = (work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring)
     copies = (work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring)

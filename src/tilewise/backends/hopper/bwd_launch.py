@@ -11,12 +11,10 @@ import torch
 
 from ...configs.hopper import columns
 from ...configs.hopper_backward import (
-    EARLY,
     AddingConfig,
     KeptConfig,
     KeysConfig,
     QueriesConfig,
-    fuses,
     heads_kept,
     in_chunks,
     lookup_adding,
@@ -111,8 +109,7 @@ def _dkdv(
         return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options, named)
     if config.p_slots:
         return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
-    options |= {"BLOCK_N": config.block_n, "FUSED": fuses(p)}
-    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options, named)
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n}, named)
 
 
 def _dq(
@@ -150,7 +147,6 @@ def _dq(
     if in_chunks(p):
         options["HEAD_DIM_V"] = p.head_dim_v
         return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, options, named)
-    options |= {"FUSED": fuses(p), "EARLY": EARLY}
     return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options, named)
 
 

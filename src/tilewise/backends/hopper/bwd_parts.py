@@ -63,7 +63,6 @@ class Keys:
     RAMP: gl.constexpr
     LISTED: gl.constexpr  # a list for each query head says which tiles of queries the keys of a program visit
     FAST: gl.constexpr  # ``terms.capped_with_slope``
-    FUSED: gl.constexpr  # ``terms.capped_columns``
 
     @gluon.jit
     def place(self):

@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .hasty import give_turn, take_turn
 from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step, weights
 from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
@@ -102,23 +101,18 @@ def _rescale_all(acc, alpha):
 @gluon.jit
 def _overlapped_step(
     p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, place, start_row, free_lo, free_hi, qk_scale2,
-    C: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of the key tile at ``place`` (ring step + 1) above the pending product of p and the values of ring step ``step``."""
-    WEIGHTS: gl.constexpr = work.FIXED or work.EARLY  # what is masked
+    WEIGHTS: gl.constexpr = work.FIXED or work.LEAN  # what is masked
     n_block = work.tile(own, place)
-    keys = k_ring.take_chunks(step + 1)
-    if work.TURNS:
-        take_turn(C, work.CONSUMERS)
-    s = _scores(q, keys, work, own, ramp, S_LAYOUT)
+    s = _scores(q, k_ring.take_chunks(step + 1), work, own, ramp, S_LAYOUT)
     acc = _add_product(p, v_ring.take_chunks(step), acc)
-    if work.TURNS:
-        give_turn(C, work.CONSUMERS)
     s = warpgroup_mma_wait(v_ring.CHUNKS, deps=(s,))
     k_ring.release(step + 1)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
-    if work.EARLY and not work.FIXED:
-        s = weights(s, m_i, scale, shift, work.LEAN)
+    if work.LEAN:  # above the mask: exp2 runs under the product of the last tile
+        s = weights(s, m_i, scale, shift, True)
     s = masked(s, work, own, place, n_block, start_row, free_lo, free_hi, WEIGHTS)
     p_next, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale, shift, False, work.HASTY, WEIGHTS, work.LEAN)
     p, acc = _wait_for_products(p, acc)
@@ -157,12 +151,9 @@ def _add_values(p, acc, step, v_ring):
 
 
 @gluon.jit
-def _pass_over(count, step, work, k_ring, v_ring, C: gl.constexpr):
+def _pass_over(count, step, k_ring, v_ring):
     """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
     for _ in range(count):
-        if work.TURNS:
-            take_turn(C, work.CONSUMERS)
-            give_turn(C, work.CONSUMERS)
         k_ring.take(step)
         k_ring.release(step)
         v_ring.take(step)
@@ -228,17 +219,11 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
     own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
     q = q_ring.take_chunks(turn * work.CONSUMERS + C)
-    step = _pass_over(hi - own_hi, step, work, k_ring, v_ring, C)
+    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
 
     # The first key tile: nothing to rescale yet.
     n_block = work.tile(own, own_hi - 1)
-    keys = k_ring.take_chunks(step)
-    if work.TURNS:
-        take_turn(C, work.CONSUMERS)
-    s = _scores(q, keys, work, own, ramp, S_LAYOUT)
-    if work.TURNS:
-        give_turn(C, work.CONSUMERS)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring.take_chunks(step), work, own, ramp, S_LAYOUT),))
     k_ring.release(step)
     s, scale, shift = scored(s, work, own, n_block, start_row, qk_scale2)
     s = masked(s, work, own, own_hi - 1, n_block, start_row, free_lo, free_hi, work.FIXED)
@@ -250,7 +235,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
         for j in range(1, own_hi - own_lo):
             p, acc, m_i, l_i, step = _overlapped_step(
                 p, acc, m_i, l_i, step, q, k_ring, v_ring, work, own, ramp, own_hi - 1 - j, start_row, free_lo, free_hi, qk_scale2,
-                C, S_LAYOUT, P_LAYOUT,
+                S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, step = _add_values(p, acc, step, v_ring)
     else:
@@ -261,7 +246,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
 
-    step = _pass_over(own_lo - lo, step, work, k_ring, v_ring, C)
+    step = _pass_over(own_lo - lo, step, k_ring, v_ring)
     _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
@@ -272,8 +257,6 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
     step = 0
     turn = 0
     index = gl.program_id(0)
-    if work.TURNS and work.CONSUMERS - 1 == C:  # the first consumer is the first
-        give_turn(C, work.CONSUMERS)
     if work.DYNAMIC:
         while index < work.total():
             step = _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
@@ -281,8 +264,6 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
             turn += 1
     else:
         _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
-    if work.TURNS and C == 0:  # the turn that nobody takes
-        take_turn(C, work.CONSUMERS)
 
 
 @gluon.constexpr_function
@@ -301,7 +282,7 @@ def _fwd_kernel(
     Q_SLOTS: gl.constexpr, OVERLAP: gl.constexpr, DYNAMIC: gl.constexpr, HASTY: gl.constexpr, REDO: gl.constexpr,
     PACK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, RAMP: gl.constexpr, HAS_SINK: gl.constexpr, LISTED: gl.constexpr, FIXED: gl.constexpr,
-    LEAN: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr,
+    LEAN: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
@@ -317,8 +298,7 @@ def _fwd_kernel(
     work = Work(
         counter, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, ticket, issued,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, SCALED_FIRST, OVERLAP, LONGEST, DYNAMIC, HASTY, REDO,
-        PACK, terms, table_batch, table_head, table_width, STEPS, RAMP, HAS_SINK, LISTED, FIXED, False,
-        LEAN, TURNS, EARLY, False,
+        PACK, terms, table_batch, table_head, table_width, STEPS, RAMP, HAS_SINK, LISTED, FIXED, False, LEAN,
     )  # fmt: skip
     if RAMP:
         ramp = make_ramp(BLOCK_N, RAMP_GROUP)

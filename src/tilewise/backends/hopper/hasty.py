@@ -1,30 +1,7 @@
-"""Ways that some hasty forward kernels take (``configs.hopper.Ways``): turns at issuing products, and ALiBi in the exponents."""
+"""ALiBi in the exponents of hasty forward kernels (``LEAN``), where the other forms add it by one more product."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-TURN_BARRIER = 8  # the first of the named barriers of ``take_turn``; the compiler's own begin at 0
-
-
-@gluon.constexpr_function
-def _barrier(C, CONSUMERS, GIVES):
-    """PTX for the named barrier at which consumer C waits for its turn, or at which it lets the next one pass."""
-    place = TURN_BARRIER + (C + 1) % CONSUMERS if GIVES else TURN_BARRIER + C
-    return f"bar.{'arrive' if GIVES else 'sync'} {place}, 256;"
-
-
-@gluon.jit
-def take_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Wait until the consumer before this one has issued its products."""
-    TEXT: gl.constexpr = _barrier(C, CONSUMERS, False)
-    gl.inline_asm(TEXT, "~{memory}", [])
-
-
-@gluon.jit
-def give_turn(C: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Let the next consumer issue its products."""
-    TEXT: gl.constexpr = _barrier(C, CONSUMERS, True)
-    gl.inline_asm(TEXT, "~{memory}", [])
 
 
 @gluon.constexpr_function

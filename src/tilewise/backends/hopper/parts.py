@@ -218,9 +218,6 @@ class Work:
     FIXED: gl.constexpr  # HASTY: the reference is 0 from the start
     FAST: gl.constexpr  # ``terms.capped_with_slope``
     LEAN: gl.constexpr  # ``hasty.leaning``
-    TURNS: gl.constexpr  # consumers issue the products of a tile in turn
-    EARLY: gl.constexpr  # weights are made before they are masked
-    FUSED: gl.constexpr  # backward: ``terms.capped_weights``
 
     @gluon.jit
     def total(self):

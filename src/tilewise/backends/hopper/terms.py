@@ -28,9 +28,8 @@ RAMP_GROUP = gl.constexpr(32)  # forward: columns whose places are counted from 
 RAMP_DEPTH = gl.constexpr(16)  # columns of the operands of the product that adds a ramp
 
 
-# tanh(x) / x as a polynomial in x^2 (minimax), its coefficients as PTX writes them: up to |x| = 1/12, right to 8e-7, up to 1/4, to
-# 4e-7, and up to 1/2, to 6e-7.
-NEAREST = ("0f3F7FFFF3", "0fBEAA319C")
+# tanh(x) / x as a polynomial in x^2 (minimax), its coefficients as PTX writes them: up to |x| = 1/4, right to 4e-7, and up to 1/2,
+# to 6e-7.
 NEAR = ("0f3F7FFFF9", "0fBEAA9BB1", "0f3E037F85")
 MIDDLE = ("0f3F7FFFF7", "0fBEAAA179", "0f3E071192", "0fBD35DF1B")
 
@@ -142,22 +141,17 @@ def _series(coefficients, out, s, exp2):
 def _capped(outputs, inputs, exp2):
     (out,) = outputs
     s, (c,), (cap,), (factor,), (reach,) = inputs
-    lines = ["{ .reg .pred p0, p1, p2; .reg .f32 a, f, t, w, y, z, k0, k1, k2, k3; .reg .b32 m, n; mov.b32 m, 0;"]
+    lines = ["{ .reg .pred p, q; .reg .f32 a, f, t, w, y, z, k0, k1, k2, k3; .reg .b32 m, n; mov.b32 m, 0;"]
     # Two absolute values at a time, and the larger ones, which are not negative, three at a time as integers.
     for left, right in zip(s[::2], s[1::2], strict=True):
         lines.append(f"abs.f32 y, {left}; abs.f32 z, {right}; max.f32 y, y, z; mov.b32 n, y; max.s32 m, m, n;")
-    lines.append(f"mov.b32 a, m; mov.f32 f, {factor}; mul.f32 w, {c}, {c};")
-    # Beyond which part of the reach a warp takes the next series; exp2 alone at last.
-    tiers = [("0f3F000000", NEAR), ("0f3F800000", MIDDLE)]
-    if exp2:
-        tiers.insert(0, ("0f3E2AAAAB", NEAREST))
-    for n, (part, _) in enumerate(tiers):
-        lines.append(f"mul.f32 t, {reach}, {part}; setp.gt.f32 p{n}, a, t; vote.sync.any.pred p{n}, p{n}, 0xffffffff;")
-    lines += [f"@p{n} bra BEYOND{n};" for n in reversed(range(len(tiers)))]
-    for n, (_, coefficients) in enumerate(tiers):
-        lines.append(_series(coefficients, out, s, exp2))
-        lines.append(f"bra DONE; BEYOND{n}:")
-    lines.append(f"mul.f32 w, {c}, 0f4038AA3B; mul.f32 t, {cap}, 0fC0000000;")
+    lines.append(f"mov.b32 a, m; mov.f32 f, {factor}; mul.f32 w, {c}, {c}; mul.f32 t, {reach}, 0f3F000000;")
+    lines.append(f"setp.gt.f32 p, a, t; setp.gt.f32 q, a, {reach}; vote.sync.any.pred p, p, 0xffffffff;")
+    lines.append("vote.sync.any.pred q, q, 0xffffffff; @q bra FAR; @p bra MIDDLE;")
+    lines.append(_series(NEAR, out, s, exp2))
+    lines.append("bra DONE; MIDDLE:")
+    lines.append(_series(MIDDLE, out, s, exp2))
+    lines.append(f"bra DONE; FAR: mul.f32 w, {c}, 0f4038AA3B; mul.f32 t, {cap}, 0fC0000000;")
     for o, e in zip(out, s, strict=True):
         lines.append(f"mul.ftz.f32 y, {e}, w; ex2.approx.ftz.f32 y, y; add.ftz.f32 y, y, 0f3F800000;")
         lines.append(f"rcp.approx.ftz.f32 y, y; fma.rn.ftz.f32 y, y, t, {cap};")
@@ -177,11 +171,9 @@ def _exp2_capped_text(outputs, inputs):
 
 @gluon.jit
 def capped(s, cap, EXP2: gl.constexpr):
-    """``cap tanh(s / cap)`` in base two, right to 6e-7 of itself (EXP2: 8e-7), or beyond half the cap to 2e-7 of the cap. EXP2:
-    exp2 of it.
+    """``cap tanh(s / cap)`` in base two, right to 6e-7 of itself, or beyond half the cap to 2e-7 of the cap. EXP2: exp2 of it.
 
-    The unit for exp2 is short, so a warp none of whose scores exceeds half the cap (a quarter; EXP2: a twelfth) takes a polynomial
-    of degree 7 (5; 3).
+    The unit for exp2 is short, so a warp none of whose scores exceeds half the cap (a quarter) takes a polynomial of degree 7 (5).
     ``cap``: see ``common.cap_numbers``.
     """
     numbers = [s, cap[0], cap[1], cap[2], cap[3]]
@@ -203,53 +195,6 @@ def capped_with_slope(s, cap, FAST: gl.constexpr):
     else:
         x = capped(s, cap, False)
         return x, softcap_slope(x * cap[4])
-
-
-@gluon.constexpr_function
-def _capped_weight(p, u, e, lse2):
-    """Lines for the weight ``p`` of an element and the derivative ``u`` of its softcap."""
-    return (
-        f"mul.ftz.f32 t, {e}, c; tanh.approx.f32 t, t; neg.f32 y, {lse2}; fma.rn.ftz.f32 y, t, cap, y;"
-        f"ex2.approx.ftz.f32 {p}, y; neg.f32 y, t; fma.rn.ftz.f32 {u}, y, t, 0f3F800000;"
-    )
-
-
-@gluon.constexpr_function
-def _capped_weights_text(outputs, inputs):
-    (out,) = outputs
-    s, lse2, (c,), (cap,) = inputs
-    lines = [f"{{ .reg .f32 c, cap, t, y, p, u; mov.f32 c, {c}; mov.f32 cap, {cap};"]
-    for n, (o, e) in enumerate(zip(out, s, strict=True)):
-        lines.append(_capped_weight("p", "u", e, lse2[(n >> 1) & 1]) + f"mul.ftz.f32 {o}, p, u;")
-    return "\n".join(lines) + "}"
-
-
-@gluon.jit
-def capped_weights(s, lse2, cap):
-    """exp2 of the capped products s, from the lse2 of their rows, times the derivative of the cap; tanh in one instruction."""
-    return gl.inline_asm(_capped_weights_text, ("=&f", "f", "f", "f", "f"), [s, lse2, cap[0], cap[1]], s.type, is_pure=True)
-
-
-@gluon.constexpr_function
-def _capped_columns_text(outputs, inputs):
-    elements, words = outputs
-    s, lse2, (c,), (cap,) = inputs
-    lines = [f"{{ .reg .f32 c, cap, t, y, p0, u0, p1, u1; .reg .b32 w; mov.f32 c, {c}; mov.f32 cap, {cap};"]
-    for i, word in enumerate(words):
-        lines += [_capped_weight(f"p{n}", f"u{n}", s[2 * i + n], lse2[i // 2 * 2 + n]) for n in (0, 1)]
-        lines.append(f"cvt.rn.bf16x2.f32 w, p1, p0; mov.b32 {{{elements[2 * i]}, {elements[2 * i + 1]}}}, w;")
-        lines.append(f"mul.ftz.f32 p0, p0, u0; mul.ftz.f32 p1, p1, u1; cvt.rn.bf16x2.f32 {word}, p1, p0;")
-    return "\n".join(lines) + "}"
-
-
-@gluon.jit
-def capped_columns(s, lse2, cap):
-    """``bwd_parts.packed`` of the weights of the capped products s, from the lse2 of their columns, in bfloat16; the words are of
-    the weights times the derivative of the cap."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.shape[1] // 2, 16])
-    WORDS: gl.constexpr = gl.distributed_type(gl.int32, [s.shape[0], s.shape[1] // 2], L)
-    types: gl.constexpr = [s.type.with_element_ty(gl.bfloat16), WORDS]
-    return gl.inline_asm(_capped_columns_text, ("=&h", "=&r", "f", "f", "f", "f"), [s, lse2, cap[0], cap[1]], types, is_pure=True)
 
 
 @gluon.jit
@@ -360,7 +305,7 @@ def seen(ok, mask, batch, head, queries, keys, seqlen_q, seqlen_k):
 
 
 @gluon.jit
-def masked(s, work, own, place, n_block, start_row, free_lo, free_hi, WEIGHTS: gl.constexpr):
+def masked(s, work, own, place, n_block, start_row, free_lo, free_hi, WEIGHTS: gl.constexpr = False):
     """Scores [ROWS, BLOCK_N] of tile ``n_block`` with -inf (WEIGHTS: weights with 0) where a row may not see a key. Free tiles
     branch around it: those at the places from ``free_lo`` up to ``free_hi``.
 
