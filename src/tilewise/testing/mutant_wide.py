@@ -119,7 +119,7 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "wide_forward_mask_lost",
         "tensors of the mask are not asked where forward weights are kept",
         WIDE_FWD,
-        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, seqlen_q, seqlen_k, False)",
+        "ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)",
         "ok = ok",
         ("wide_terms",),
     ),
