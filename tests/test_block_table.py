@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan, block_table, made_table, tile_kinds
+from tilewise.plan import EMPTY, FREE, MASKED, MaskTensors, TilePlan, block_table, made_table, table_of, tile_kinds
+from tilewise.spec import Tensors
 
 BLOCKS = [(1, 1), (2, 3), (4, 2), (16, 16)]
 BATCH, HEADS = 2, 2
@@ -138,20 +139,37 @@ def test_lists_hold_the_kinds(name):
 
 @pytest.mark.parametrize("name", ["documents", "unsorted ids", "ids for all batches", "rows", "rows for all", "key padding"])
 def test_the_kernel_makes_the_same_table(name):
-    from tilewise.backends.tables import make_table
+    from tilewise.backends.tables import fill_table
 
-    n, m = 90, 70  # more columns than are judged at once, either way
+    def by_kernel(p, mask, *geometry):
+        table = table_of(p, Tensors(**mask._asdict()), *geometry, fill_table)
+        assert table is not None
+        return table
+
+    from tilewise.backends import tables
+
+    n, m = 90, 70  # more columns than few, either way
     mask = masks(n, m)[name]
     for spec, transposed in ((tw.full(), True), (tw.causal(), False), (tw.window(20, 9), True)):
         p = problem(spec, n, m)
         made = made_table(p, mask, 8, 4, transposed)
-        got = make_table(p, mask, 8, 4, transposed)
+        got = by_kernel(p, mask, 8, 4, transposed)
         assert torch.equal(made.counts, got.counts), (spec, transposed)
         assert torch.equal(made.tiles, got.tiles), (spec, transposed)
+    assert tables.FEW[0] < -(-m // 4) <= tables.MANY[0]
+    # More than are judged at once, and few.
+    wide = masks(24, 300)[name]
+    for blocks in ((8, 2), (2, 8), (8, 32)):
+        for spec in (tw.full(), tw.causal()):
+            for transposed in (False, True):
+                p = problem(spec, 24, 300)
+                made, got = made_table(p, wide, *blocks, transposed), by_kernel(p, wide, *blocks, transposed)
+                assert torch.equal(made.counts, got.counts), (blocks, spec, transposed)
+                assert torch.equal(made.tiles, got.tiles), (blocks, spec, transposed)
     # Three consumers of a Hopper kernel make tiles whose size is no power of two.
     p = problem(tw.causal(), n, m)
     for blocks in ((24, 4), (8, 12)):
-        made, got = made_table(p, mask, *blocks, True), make_table(p, mask, *blocks, True)
+        made, got = made_table(p, mask, *blocks, True), by_kernel(p, mask, *blocks, True)
         assert torch.equal(made.counts, got.counts), blocks
         assert torch.equal(made.tiles, got.tiles), blocks
 

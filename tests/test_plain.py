@@ -218,12 +218,6 @@ def test_specs_without_tensors_skip_the_dispatcher(spec, grad, monkeypatch):
     assert (o.requires_grad, lse.requires_grad) == (grad, grad)
 
 
-def test_specs_with_tensors_do_not():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilewise.api.attention_plain", None)
-        assert torch.is_tensor(tw.attention(*qkv(), spec=tw.sink(torch.zeros(2))))
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_calls_of_functions_in_one_attention(launches, grad):
     tensors = [torch.randn(1, 8, 128, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]

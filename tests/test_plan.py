@@ -65,7 +65,7 @@ def test_a_plan_is_used(backend, monkeypatch):
 
     for name in ("tilewise.plan", "tilewise.backends.tile_mask", "tilewise.backends.tables"):
         module = importlib.import_module(name)
-        monkeypatch.setattr(module, "launch_table" if hasattr(module, "launch_table") else "tile_kinds", never)
+        monkeypatch.setattr(module, "_table_plan" if hasattr(module, "_table_plan") else "tile_kinds", never)
     tw.attention(q, k, v, spec=planned, backend=backend).sum().backward()
     with pytest.raises(tw.BackendBroken, match="a table is made"):
         tw.attention(q, k, v, spec=documents(), backend=backend)

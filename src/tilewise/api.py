@@ -13,10 +13,10 @@ from .errors import InvalidInput
 from .functions import check_fresh as check_function
 from .keep import chosen_rows, kept, seeded
 from .operands import describe, full_rank
-from .ops import attention_op, attention_plain, is_plain
-from .plan import MaskTensors, check_fresh, made_table, planned
+from .ops import attention_op, attention_plain, attention_with_tensors, bound_problem, is_plain
+from .plan import MaskTensors, check_fresh, fill_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
-from .select import capability, choose, table
+from .select import capability, table
 from .spec import NO_TENSORS, SLOTS, Spec, Tensors, spec_of
 from .tile_map import draw_call
 
@@ -57,6 +57,17 @@ def _known_mask(causal: bool, window: tuple[int | None, int | None] | None, alig
     return str(_with_mode(spec_of(causal, window, align), deterministic))
 
 
+def _text(spec: Spec) -> str:
+    """The string of a spec, worked out once for each."""
+    if torch.compiler.is_compiling():
+        return str(spec)
+    found = spec.__dict__.get("_text")
+    if found is None:
+        found = str(spec)
+        object.__setattr__(spec, "_text", found)
+    return found
+
+
 def _returning(name: str, spec: Spec, wanted: object) -> Spec:
     """The spec of a call that also wants this output, if ``wanted``."""
     if not isinstance(wanted, bool):
@@ -64,10 +75,12 @@ def _returning(name: str, spec: Spec, wanted: object) -> Spec:
     return dataclasses.replace(spec, returns=name) if wanted else spec
 
 
-def _check_tensors_of(spec: Spec, tensors: Tensors) -> None:
-    for slot, t in zip(SLOTS, tensors, strict=True):
-        if t is not None:
-            check_kind(slot, t, "that broadcasts over the call")
+def _check_tensors_of(spec: Spec, tensors: Tensors, plain: bool = False) -> None:
+    """``plain``: they passed ``is_plain``, so that they are dense."""
+    if not plain:
+        for slot, t in zip(SLOTS, tensors, strict=True):
+            if t is not None:
+                check_kind(slot, t, "that broadcasts over the call")
     if spec.function is not None and not torch.compiler.is_compiling():
         check_function(spec)
     if spec.plan and not torch.compiler.is_compiling():
@@ -238,25 +251,26 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
-    plain = is_plain(q, k, v)
     tensors, bare = NO_TENSORS, True
     if deterministic is not None and not isinstance(deterministic, bool):
         raise InvalidInput(
             f"deterministic must be True, False or None, got {deterministic!r} of type {type(deterministic).__name__}."
         )
-    if plain and spec is None and return_max_logit is False:
+    if spec is None and return_max_logit is False and (plain := is_plain(q, k, v)):
         mask = _known_mask(causal, window, align, deterministic)
     else:
         whole = _with_mode(_spec(causal, window, align, spec), deterministic)
         if return_max_logit is not False:
-            whole, plain = _returning("max_logit", whole, return_max_logit), False
+            whole = _returning("max_logit", whole, return_max_logit)
         tensors = whole.tensors
         if whole.dropout:
             check_kinds(q, k, v)
             tensors = seeded(whole, q.device)
-        _check_tensors_of(whole, tensors)
-        mask = str(whole)
-        bare = whole.function is None and all(t is None for t in tensors)
+        named = [t for t in tensors if t is not None]
+        bare = not named and whole.function is None
+        plain = is_plain(q, k, v, *named) and (bool(named) or return_max_logit is False)
+        _check_tensors_of(whole, tensors, plain)
+        mask = _text(whole)
     if not isinstance(backend, str):
         raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
     if not isinstance(return_lse, bool):
@@ -273,9 +287,10 @@ def attention(
     if plain and bare:
         o, lse = attention_plain(q, k, v, mask, sm_scale, precision, backend)
     else:
-        o, lse, max_logit = attention_op(q, k, v, mask, sm_scale, precision, backend, tensors)
+        call = attention_with_tensors if plain else attention_op
+        o, lse, max_logit = call(q, k, v, mask, sm_scale, precision, backend, tensors)
         if return_max_logit:
-            return (o, lse, max_logit) if return_lse else (o, max_logit)
+            return (o, lse, max_logit) if return_lse else (o, max_logit)  # type: ignore[return-value]
     return (o, lse) if return_lse else o
 
 
@@ -307,7 +322,8 @@ def plan(
 
     Raises:
         InvalidInput, BackendRefused: as ``attention`` would. ``attention`` raises InvalidInput for a plan that was made for other
-            shapes, and for one whose tensors were changed in place since (outside compiled graphs, which do not look).
+            shapes, and for one whose tensors were changed in place or got other memory since (outside compiled graphs, which do not
+            look; nor is it seen what a kernel of one's own writes).
 
     Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
     without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own; on the
@@ -318,19 +334,20 @@ def plan(
     spec = _spec(False, None, None, spec)
     v = k if v is None else v
     check_kinds(q, k, v)
-    mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
+    mask = spec
+    if spec.plan:
+        mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
     known = _without_a_draw(mask, q)
     _check_tensors_of(mask, known)
     if backward is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     q, k, v = _autocast(q, k, v)
-    problem = Problem.bind(q, k, v, mask, None, None, "qkv" if backward else "", tensors=known)
-    chosen = module_of(choose(problem, backend).backend)
-    tensors = MaskTensors.of(mask.tensors)
-    if tensors is None or problem.is_empty or not hasattr(chosen, "geometries"):
+    problem, chosen = bound_problem(q, k, v, _text(mask), backend, "qkv" if backward else "", known)
+    module, tensors = module_of(chosen), MaskTensors.of(mask.tensors)
+    if tensors is None or problem.is_empty or not hasattr(module, "geometries"):
         return mask
-    make = getattr(chosen, "make_table", made_table)
-    return planned(mask, tensors, problem, chosen.geometries(problem), make, getattr(chosen, "pack_dense", None))
+    fill, pack = getattr(module, "fill_table", fill_table), getattr(module, "pack_dense", None)
+    return planned(mask, tensors, problem, module.geometries(problem), fill, pack)
 
 
 def dropout_mask(q: torch.Tensor, k: torch.Tensor, spec: Spec, *, rows: slice | torch.Tensor | None = None) -> torch.Tensor:

@@ -168,7 +168,9 @@ def describe(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> 
 
 def full_rank(slot: str, t: torch.Tensor) -> torch.Tensor:
     """The tensor as a view with all dims of its slot; those that it lacks have size 1."""
-    return t[(None,) * (len(DIMS[slot]) - t.dim())]
+    for _ in range(len(DIMS[slot]) - t.dim()):
+        t = t.unsqueeze(0)
+    return t
 
 
 def expanded(slot: str, t: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ The operators have fixed arity; the spec crosses as its string, the tensors that
 ``spec.SLOTS``, and gradients that nobody asked for come back with no elements.
 
 In eager mode a Python ``autograd.Function`` stands above the operator; functorch transforms use a second one. A plain call
-(``is_plain``, and a spec that names no tensor) skips the dispatcher, which would do nothing for it but call the operator's kernel.
+(``is_plain`` of all its tensors) skips the dispatcher, which would do nothing for it but call the operator's kernel.
 Compiled and exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as
 eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they
 have an operator of their own (``ops_jvp``), and second derivatives are refused with a clear error.
@@ -27,7 +27,7 @@ from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_n
 from .select import capability, choose
 from .spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
 
-__all__ = ["attention_op", "attention_plain", "is_plain"]
+__all__ = ["attention_op", "attention_plain", "attention_with_tensors", "bound_problem", "is_plain"]
 
 _LIB = torch.library.Library("tilewise", "DEF")
 _TENSORS = ", ".join(f"Tensor? {slot}=None" for slot in SLOTS)
@@ -78,18 +78,18 @@ def _empty_maxima(q: torch.Tensor, wanted: bool) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[1]) if wanted else (0,), dtype=_wide(q))
 
 
-def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> tuple[torch.Tensor, ...]:
-    """In the order of ``GRADIENTS``. That of a tensor that the spec names has its very shape."""
-    wanted = [_like(t, t.shape[1], t.shape[3]) if n in grad else q.new_empty((0,)) for n, t in (("q", q), ("k", k), ("v", v))]
-    for letter, t in zip("bas", tensors, strict=False):
-        wanted.append(t.new_empty(t.shape) if letter in grad else q.new_empty((0,)))
-    return tuple(wanted)
+def _empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> list[Any]:
+    """In the order of ``GRADIENTS``; ``None`` where nobody asks. That of a tensor that the spec names has its very shape."""
+    wanted: list[Any] = [_like(t, t.shape[1], t.shape[3]) if name in grad else None for name, t in (("q", q), ("k", k), ("v", v))]
+    return wanted + [t.new_empty(t.shape) if letter in grad else None for letter, t in zip("bas", tensors, strict=False)]
 
 
 def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> None:
     """Let a backend work, with autocast off inside: its own products have the dtypes they mean to have."""
-    find = {"forward": module_of, "backward": module_of, "jvp": jvp_module_of}.get(direction, second_pass_of)
-    work = getattr(find(backend), direction)
+    if direction in ("forward", "backward"):
+        work = getattr(module_of(backend), direction)
+    else:
+        work = getattr((jvp_module_of if direction == "jvp" else second_pass_of)(backend), direction)
     try:
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -114,7 +114,10 @@ class _Binding:
     problem: Problem
     backend: str
     is_empty: bool
-    outputs: tuple[tuple[Any, ...], ...] | None = None  # size, stride and dtype of each
+    keeps_rows: bool
+    wants_maxima: bool
+    lacking: tuple[int, ...] | None = None  # the tensors of the spec that lack dims of their slots
+    outputs: tuple[Any, ...] | None = None  # size, stride and dtype of each, which a pass makes
 
     def empty_outputs(self, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.outputs is None:
@@ -126,6 +129,28 @@ class _Binding:
         o = torch.empty_strided(size, stride, dtype=dtype, device=device)
         return o, torch.empty_strided(lse_size, lse_stride, dtype=lse_dtype, device=device)
 
+    def empty_gradients(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, grad: str) -> list[Any]:
+        if self.outputs is None:
+            grads = _empty_gradients(q, k, v, tensors, grad)
+            self.outputs = tuple([None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in grads])
+            return grads
+        device = q.device
+        return [
+            None if form is None else torch.empty_strided(form[0], form[1], dtype=form[2], device=device) for form in self.outputs
+        ]
+
+    def views(self, tensors: Tensors) -> Tensors:
+        """The tensors of the spec as backends take them."""
+        if self.lacking is None:
+            named = ((i, slot, t) for i, (slot, t) in enumerate(zip(SLOTS, tensors, strict=True)) if t is not None)
+            self.lacking = tuple(i for i, slot, t in named if full_rank(slot, t) is not t)
+        if not self.lacking:
+            return tensors
+        whole = list(tensors)
+        for i in self.lacking:
+            whole[i] = full_rank(SLOTS[i], whole[i])
+        return Tensors(*whole)
+
 
 _bound: dict[tuple[Any, ...], _Binding] = {}
 _MOST_BOUND = 4096
@@ -134,22 +159,30 @@ _MOST_BOUND = 4096
 def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS, jvp="") -> _Binding:
     """The binding of a call. Calls that agree in all metadata, addresses modulo 16 included, share one."""
     key = (
-        *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
-        *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
-        *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
-        *(spec, sm_scale, precision, backend, grad, jvp),
-        *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also],
-    )
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+        spec, sm_scale, precision, backend, grad, jvp,
+    )  # fmt: skip
+    if also:
+        key = (*key, *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also])
     if tensors is not NO_TENSORS:
-        key = (*key, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        key = (*key, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _bound.get(key)
     if found is None:
         problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors, jvp)
-        found = _Binding(problem, choose(problem, backend).backend, problem.is_empty)
+        wants_maxima = problem.spec.returns == "max_logit"
+        found = _Binding(problem, choose(problem, backend).backend, problem.is_empty, problem.keeps_rows, wants_maxima)
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
         _bound[key] = found
     return found
+
+
+def bound_problem(q, k, v, spec, backend, grad, tensors) -> tuple[Problem, str]:
+    """The problem of a call, and its backend."""
+    bound = _bind(q, k, v, spec, None, None, backend, grad, tensors=tensors)
+    return bound.problem, bound.backend
 
 
 def _tensors_of(given: tuple[torch.Tensor | None, ...], spec: str) -> Tensors:
@@ -172,49 +205,60 @@ def _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad):
     return o, lse
 
 
-def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
-    tensors = _tensors_of(given, spec)
-    if tensors is NO_TENSORS and _WANTS_MAXIMA not in spec:
-        o, lse = _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad)
-        return o, lse, _empty_rows(q, False), _empty_maxima(q, False)
+def _forward_with(q, k, v, spec, sm_scale, precision, backend, grad, tensors):
+    """``(o, lse, rows, maxima)`` of a call whose spec names tensors or more outputs; ``None`` for what is not wanted."""
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, tensors=tensors)
     o, lse = bound.empty_outputs(q, v)
-    rows = _empty_rows(q, bound.problem.keeps_rows)
-    wanted = bound.problem.spec.returns == "max_logit"
+    rows = _empty_rows(q, True) if bound.keeps_rows else None
     if bound.is_empty:
         lse.fill_(float("-inf"))
         if tensors.sink is not None:
             lse.copy_(full_rank("sink", tensors.sink)[..., None].expand(lse.shape))
-        return o.zero_(), lse, rows.zero_(), _empty_maxima(q, wanted).fill_(float("-inf"))
-    views = tensors if tensors is NO_TENSORS else _views(tensors)
-    if not wanted:
+        maxima = _empty_maxima(q, True).fill_(float("-inf")) if bound.wants_maxima else None
+        return o.zero_(), lse, None if rows is None else rows.zero_(), maxima
+    views = tensors if tensors is NO_TENSORS else bound.views(tensors)
+    if not bound.wants_maxima:
         _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, views, rows)
-        return o, lse, rows, _empty_maxima(q, False)
+        return o, lse, rows, None
     by_row = torch.empty_like(lse)
     _run(bound.backend, bound.problem, "forward", q, k, v, o, lse, views, rows, by_row)
     return o, lse, rows, by_row.amax(-1)
 
 
-def _backward(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+def _forward(q, k, v, spec, sm_scale, precision, backend, grad, *given):
+    tensors = _tensors_of(given, spec)
+    rows = maxima = None
+    if tensors is NO_TENSORS and _WANTS_MAXIMA not in spec:
+        o, lse = _forward_plain(q, k, v, spec, sm_scale, precision, backend, grad)
+    else:
+        o, lse, rows, maxima = _forward_with(q, k, v, spec, sm_scale, precision, backend, grad, tensors)
+    return o, lse, _empty_rows(q, False) if rows is None else rows, _empty_maxima(q, False) if maxima is None else maxima
+
+
+def _backward_plain(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
+    """The gradients in the order of ``GRADIENTS``; ``None`` for those that nobody asked for."""
     if do is None:
         do = torch.zeros_like(o)
     tensors = _tensors_of(given, spec)
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(do, o), tensors=tensors)
-    grads = _empty_gradients(q, k, v, tensors, grad)
+    grads = bound.empty_gradients(q, k, v, tensors, grad)
     if bound.is_empty:
         for t in grads:
-            t.zero_()
+            if t is not None:
+                t.zero_()
         if "s" in grad and dlse is not None:
             # Without keys lse is the sink itself.
             grads[5].copy_(dlse.sum(-1).sum_to_size(full_rank("sink", grads[5]).shape).view(grads[5].shape))
         return grads
-    dq, dk, dv, *more = (t if letter in grad else None for letter, t in zip(GRADIENTS, grads, strict=True))
     extra = ()
     if tensors is not NO_TENSORS:
-        named = zip(("bias", "slopes", "sink"), more, strict=True)
-        extra = (_views(tensors), rows, _views(Tensors(**dict(named))))
-    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, dq, dk, dv, *extra)
+        extra = (bound.views(tensors), rows, _views(Tensors(*grads[3:])))
+    _run(bound.backend, bound.problem, "backward", do, dlse, q, k, v, o, lse, *grads[:3], *extra)
     return grads
+
+
+def _backward(do, dlse, q, *args):
+    return tuple(q.new_empty((0,)) if t is None else t for t in _backward_plain(do, dlse, q, *args))
 
 
 for _device in _DEVICES:
@@ -235,7 +279,8 @@ def _forward_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
 
 @torch.library.register_fake("tilewise::attention_backward", lib=_LIB)
 def _backward_fake(do, dlse, q, k, v, o, lse, spec, sm_scale, precision, backend, grad, rows=None, *given):
-    return _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
+    grads = _empty_gradients(q, k, v, _tensors_of(given, spec), grad)
+    return tuple(q.new_empty((0,)) if t is None else t for t in grads)
 
 
 torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD), lib=_LIB)
@@ -328,6 +373,7 @@ def _backward_dispatched(*args: Any) -> Any:
 
 
 _INPUTS = 3 + len(SLOTS)
+_TRAINED = len(GRADIENTS) - 3  # the first slots, whose tensors may get a gradient
 _ARGUMENTS = 5  # spec, sm_scale, precision, backend, grad
 
 
@@ -365,11 +411,16 @@ def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, sta
     grad = grad_letters(*ctx.needs_input_grad[:differentiable])
     if (do is None and dlse is None) or not grad:
         return nothing
-    apply = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
     q, k, v, o, lse, *more = ctx.saved_tensors
     given = more if any(t is not None for t in more[1:]) or names_function(ctx.arguments[0]) else ()
     if not static:
         grad = _asked(ctx, grad, more[1:])
+    if torch._C._are_functorch_transforms_active():
+        apply = _BackwardFunctorch.apply
+    elif not torch.is_grad_enabled() and is_plain(*(t for t in (do, dlse, q, k, v, o, lse, *given) if t is not None)):
+        apply = _backward_plain
+    else:
+        apply = _backward_autograd
     grads = apply(do, dlse, q, k, v, o, lse, *ctx.arguments, grad, *given)
     wanted = [g if name in grad else None for name, g in zip(GRADIENTS, grads, strict=True)]
     return (*wanted[:differentiable], *nothing[differentiable:])
@@ -388,6 +439,25 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:  # type: ignore[override]
+        return _gradients(ctx, do, dlse)
+
+
+class _PlainWithTensors(torch.autograd.Function):
+    """The same for a plain call whose spec names tensors: ``others`` are those that get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, bias, slopes, sink, others, spec, sm_scale, precision, backend, grad) -> Any:
+        tensors = Tensors(bias, slopes, sink, *others)
+        o, lse, rows, maxima = _forward_with(q, k, v, spec, sm_scale, precision, backend, grad, tensors)
+        ctx.save_for_backward(q, k, v, o, lse, rows, *tensors)
+        ctx.arguments = (spec, sm_scale, precision, backend)
+        if maxima is not None:
+            ctx.mark_non_differentiable(maxima)
+        ctx.set_materialize_grads(False)
+        return o, lse, maxima
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any, *_: Any) -> Any:  # type: ignore[override]
         return _gradients(ctx, do, dlse)
 
 
@@ -524,14 +594,14 @@ def _judge(keys: Any, plain: frozenset[str], known: dict[int, bool]) -> bool:
     return answer
 
 
-def is_plain(q: Any, k: Any, v: Any) -> bool:
-    """May ``attention_plain`` take this call: dense tensors of their own type, and nobody who watches or changes operators?
+def is_plain(*tensors: Any) -> bool:
+    """May ``attention_plain`` take a call with these: dense tensors of their own type, and nobody who watches or changes operators?
 
     Autocast must be applied before, as for ``attention_op``.
     """
     if torch.compiler.is_compiling():
         return False
-    for t in (q, k, v):
+    for t in tensors:
         if type(t) not in _PLAIN_TYPES:
             return False
         keys = _keys_of(t)
@@ -553,8 +623,29 @@ def attention_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: str, sm_scale: float | None, precision: str | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention_op`` for a call that ``is_plain`` and whose spec names no tensor."""
-    if torch.is_grad_enabled():
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         grad = grad_letters(q.requires_grad, k.requires_grad, v.requires_grad)
         if grad:
             return _Plain.apply(q, k, v, spec, sm_scale, precision, backend, grad)  # type: ignore[return-value]
     return _forward_plain(q, k, v, spec, sm_scale, precision, backend, "")
+
+
+def attention_with_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: str,
+    sm_scale: float | None,
+    precision: str | None,
+    backend: str,
+    tensors: Tensors,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The same for a spec that names tensors, which are plain too; the last output is the largest score of each head, if wanted."""
+    if torch.is_grad_enabled():
+        _refuse_trained(spec, tensors)
+        trained, others = tensors[:_TRAINED], tensors[_TRAINED:]
+        grad = grad_letters(*[t is not None and t.requires_grad for t in (q, k, v, *trained)])
+        if grad:
+            return _PlainWithTensors.apply(q, k, v, *trained, others, spec, sm_scale, precision, backend, grad)  # type: ignore
+    o, lse, _, maxima = _forward_with(q, k, v, spec, sm_scale, precision, backend, "", tensors)
+    return o, lse, maxima

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,15 +31,19 @@ __all__ = [
     "BlockTable",
     "MaskTensors",
     "Masked",
+    "Place",
     "TilePlan",
     "block_table",
     "check_fresh",
     "collapsed",
     "extents_of",
+    "fill_table",
     "kinds_in",
     "made_table",
     "packed_mask",
+    "packed_of",
     "planned",
+    "table_in",
     "table_of",
     "tile_kinds",
 ]
@@ -120,7 +124,7 @@ class MaskTensors(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors) -> MaskTensors | None:
         """Those of a spec; ``None`` if its mask has only bounds."""
-        own = tensors[SLOTS.index(cls._fields[0]) : SLOTS.index(cls._fields[-1]) + 1]
+        own = tensors[_MASK]
         if all(t is None for t in own):
             return None
         return cls(*(None if t is None else full_rank(slot, t) for slot, t in zip(cls._fields, own, strict=True)))
@@ -160,8 +164,43 @@ def made_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, 
 
 def extents_of(mask: MaskTensors) -> tuple[int, int]:
     """How many batches and heads have a table of their own."""
-    shapes = [collapsed(t).shape for t in mask if t is not None]
-    return max(shape[0] for shape in shapes), max((shape[1] for shape in shapes if len(shape) > 2), default=1)
+    known = [t for t in mask if t is not None]
+    batch = max(1 if t.stride(0) == 0 else t.shape[0] for t in known)
+    return batch, max((1 if t.stride(1) == 0 else t.shape[1] for t in known if t.dim() > 2), default=1)
+
+
+class Place(NamedTuple):
+    """Where a table lies in a packed tensor of int32: its counts begin at ``at``, its lists, of this ``shape``, after them."""
+
+    at: int
+    shape: tuple[int, int, int, int]
+
+    @property
+    def rows(self) -> int:
+        """How many lists there are."""
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+    @property
+    def end(self) -> int:
+        return self.at + self.rows * (2 + self.shape[3])
+
+
+def _place(at: int, extents: tuple[int, int], seqlen_q: int, seqlen_k: int, geometry: Geometry) -> Place:
+    block_m, block_n, transposed = geometry
+    m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    return Place(at, (*extents, n_blocks, m_blocks) if transposed else (*extents, m_blocks, n_blocks))
+
+
+def table_in(packed: torch.Tensor, place: Place) -> BlockTable:
+    """The table at this place of a packed tensor."""
+    lists = place.at + 2 * place.rows
+    return BlockTable(packed[place.at : lists].view(*place.shape[:3], 2), packed[lists : place.end].view(place.shape))
+
+
+def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: torch.Tensor, place: Place) -> None:
+    """Write the table of a mask for these tile sizes into its place, by PyTorch operations."""
+    for into, made in zip(table_in(packed, place), made_table(problem, mask, *geometry), strict=True):
+        into.copy_(made)
 
 
 def planned(
@@ -169,41 +208,54 @@ def planned(
     mask: MaskTensors,
     problem: Problem,
     geometries: Iterable[Geometry],
-    make: Callable[..., BlockTable] = made_table,
+    fill: Callable[..., None] = fill_table,
     pack: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Spec:
     """The spec with a table for each of these tile sizes: ``problem`` is the call that they are for. ``pack`` makes the bits of a
     dense mask, which the plan then holds, too."""
-    p, own = problem, mask
-    parts, names, extents = [], [], ""
-    if mask.dense is not None and pack is not None:
-        words = pack(mask.dense)
-        mask = mask._replace(dense=words)
-        parts.append(words.flatten())
-        names.append("x".join(map(str, words.shape)) + "b")
-    for block_m, block_n, transposed in sorted(set(geometries)):
-        table = make(p, mask, block_m, block_n, transposed)
-        parts += [table.counts.flatten(), table.tiles.flatten()]
-        names.append(f"{block_m}x{block_n}{'t' if transposed else ''}")
-        extents = f"{table.tiles.shape[0]}x{table.tiles.shape[1]}"
-    if not extents:
+    extents, device = extents_of(mask), next(t.device for t in mask if t is not None)
+    words = None if mask.dense is None or pack is None else pack(mask.dense)
+    layout = _layout(problem, tuple(sorted(set(geometries))), extents, None if words is None else tuple(words.shape))
+    if layout is None:
         return spec
-    layout = "/".join((f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}", extents, *names))
-    tensors = spec.tensors._replace(plan=torch.cat(parts))
-    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(own))
+    places = _places(layout, problem.seqlen_q, problem.seqlen_k)
+    tables = {geometry: place for geometry, place in places.items() if isinstance(place, Place)}
+    packed = torch.empty(max(place.end for place in tables.values()), dtype=torch.int32, device=device)
+    if words is not None:
+        packed[: words.numel()].copy_(words.flatten())
+        mask = mask._replace(dense=words)
+    for geometry, place in tables.items():
+        fill(problem, mask, geometry, packed, place)
+    tensors = spec.tensors._replace(plan=packed)
+    return dataclasses.replace(spec, plan=layout, tensors=tensors, versions=versions_of(tensors))
 
 
-def versions_of(mask: MaskTensors) -> tuple[int, ...]:
-    """How often each tensor was changed in place (inference tensors do not count)."""
-    return tuple(-1 if t is None or t.is_inference() else t._version for t in mask)
+@functools.lru_cache(maxsize=256)
+def _layout(
+    problem: Problem, geometries: tuple[Geometry, ...], extents: tuple[int, int], bits: tuple[int, ...] | None
+) -> str | None:
+    """The string of a plan: what it was made for, its tables, and before them the bits of a dense mask."""
+    p = problem
+    names = [] if bits is None else ["x".join(map(str, bits)) + "b"]
+    names += [f"{block_m}x{block_n}{'t' if transposed else ''}" for block_m, block_n, transposed in geometries]
+    made_for = f"{p.batch}x{p.heads_q}x{p.seqlen_q}x{p.seqlen_k}"
+    return "/".join((made_for, f"{extents[0]}x{extents[1]}", *names)) if geometries else None
+
+
+_MASK = slice(SLOTS.index(MaskTensors._fields[0]), SLOTS.index(MaskTensors._fields[-1]) + 1)
+
+
+def versions_of(tensors: Tensors) -> tuple[Any, ...]:
+    """Where each tensor of the mask lies, and how often it was changed in place (inference tensors do not count)."""
+    return tuple([None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors[_MASK]])
 
 
 def check_fresh(spec: Spec) -> None:
     """Raise InvalidInput if a tensor of the mask was changed in place since the spec's plan was made."""
-    mask = MaskTensors.of(spec.tensors) or MaskTensors()
-    now = versions_of(mask)
+    now = versions_of(spec.tensors)
     if now != spec.versions:
-        changed = [n for n, a, b in zip(mask._fields, spec.versions, now, strict=True) if a != b] if spec.versions else mask._fields
+        names = MaskTensors._fields
+        changed = [n for n, a, b in zip(names, spec.versions, now, strict=True) if a != b] if spec.versions else names
         raise InvalidInput(
             f"the plan of this spec is stale: {', '.join(changed)} changed in place, "
             "or the spec was copied or unpickled, since it was made. "
@@ -212,11 +264,11 @@ def check_fresh(spec: Spec) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry | str, tuple[int, tuple[int, int, int, int]]]:
-    """Where each table of a plan begins, and the shape of its ``tiles``; where its "bits" are, and their shape."""
+def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Any, Any]:
+    """Where each table of a plan lies, by its ``Geometry``; where its "bits" begin, and their shape."""
     _, extents, *names = plan.split("/")
     batch, heads = map(int, extents.split("x"))
-    places: dict[Geometry | str, tuple[int, tuple[int, int, int, int]]] = {}
+    places: dict[Any, Any] = {}
     at = 0
     for name in names:
         if name.endswith("b"):
@@ -225,11 +277,35 @@ def _places(plan: str, seqlen_q: int, seqlen_k: int) -> dict[Geometry | str, tup
             at += b * h * rows * words
             continue
         block_m, block_n = map(int, name.rstrip("t").split("x"))
-        m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
-        rows, width = (n_blocks, m_blocks) if name.endswith("t") else (m_blocks, n_blocks)
-        places[block_m, block_n, name.endswith("t")] = at, (batch, heads, rows, width)
-        at += batch * heads * rows * (2 + width)
+        geometry = block_m, block_n, name.endswith("t")
+        places[geometry] = _place(at, (batch, heads), seqlen_q, seqlen_k, geometry)
+        at = places[geometry].end
     return places
+
+
+def packed_of(
+    problem: Problem,
+    tensors: Tensors,
+    block_m: int,
+    block_n: int,
+    transposed: bool = False,
+    fill: Callable[..., None] = fill_table,
+    mask: MaskTensors | None = None,
+) -> tuple[torch.Tensor | None, Place | None]:
+    """A tensor that holds the table of a call for these tile sizes, and where: the spec's plan if it has it, else a new one; None
+    without such a mask. ``mask``: what a new one is made of, if not the tensors as they are."""
+    packed, geometry = tensors.plan, (block_m, block_n, transposed)
+    if packed is not None:
+        place = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get(geometry)
+        if place is not None:
+            return packed, place
+    mask = mask or MaskTensors.of(tensors)
+    if mask is None:
+        return None, None
+    place = _place(0, extents_of(mask), problem.seqlen_q, problem.seqlen_k, geometry)
+    packed = torch.empty(place.end, dtype=torch.int32, device=next(t.device for t in mask if t is not None))
+    fill(problem, mask, geometry, packed, place)
+    return packed, place
 
 
 def packed_mask(problem: Problem, tensors: Tensors, pack: Callable[[torch.Tensor], torch.Tensor]) -> MaskTensors | None:
@@ -252,23 +328,12 @@ def table_of(
     block_m: int,
     block_n: int,
     transposed: bool = False,
-    make: Callable[..., BlockTable] = made_table,
+    fill: Callable[..., None] = fill_table,
     mask: MaskTensors | None = None,
 ) -> BlockTable | None:
-    """The table of a call for these tile sizes: that of the spec's plan if it has it, else a new one; None without such a mask.
-    ``mask``: what a new one is made of, if not the tensors as they are."""
-    mask = mask or MaskTensors.of(tensors)
-    if mask is None:
-        return None
-    packed, found = tensors.plan, None
-    if packed is not None:
-        found = _places(problem.spec.plan, problem.seqlen_q, problem.seqlen_k).get((block_m, block_n, transposed))
-    if packed is None or found is None:
-        return make(problem, mask, block_m, block_n, transposed)
-    at, shape = found
-    lists = shape[0] * shape[1] * shape[2]
-    counts = packed[at : at + 2 * lists].view(*shape[:3], 2)
-    return BlockTable(counts, packed[at + 2 * lists :][: lists * shape[3]].view(shape))
+    """The same as a table."""
+    packed, place = packed_of(problem, tensors, block_m, block_n, transposed, fill, mask)
+    return None if packed is None or place is None else table_in(packed, place)
 
 
 def tile_kinds(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool = False) -> torch.Tensor:

@@ -190,7 +190,7 @@ class Spec:
     dropout: str = ""
     tensors: Tensors = dataclasses.field(default=NO_TENSORS, repr=False)
     plan: str = ""
-    versions: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    versions: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
     returns: str = ""
     deterministic: bool | None = None
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..arch import runtime
+from .holes import Hole, addressed, filled, has_holes
 
 __all__ = ["Launch", "Plan", "broadcast_strides"]
 
@@ -30,6 +31,8 @@ KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 UNIFORM = KNOWN[1:]
 # Those of them whose kept launches have run on a GPU. The others take the ordinary road until theirs have.
 PROVEN = ((3, 6), (3, 9))
+# Those that keep launches which name tensors for holes; none where the kept way is to be taken by plain calls only.
+NAMING = PROVEN
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 
@@ -74,16 +77,26 @@ def _hooked(kernel: Any, knobs: Any) -> bool:
     )
 
 
-def class_of(value: Any, specialised: bool = True) -> Any:
-    """What Triton may compile a number for, or more. Values of one class always share a compiled kernel."""
+def class_of(value: Any, specialised: bool = True, remainders: tuple[int, ...] = ()) -> Any:
+    """What Triton may compile a number for, or more. Values of one class always share a compiled kernel.
+
+    ``remainders``: of the addresses of the tensors that stand for holes, divided by 16.
+    """
     if isinstance(value, tuple):
-        return tuple(class_of(v) for v in value)  # inside a tuple every number is specialised
+        return tuple(class_of(v, True, remainders) for v in value)  # inside a tuple every number is specialised
+    if isinstance(value, Hole):
+        return "tensor", value.dtype, (remainders[value.place] + value.offset) % 16 == 0
     if isinstance(value, float):
         return "float"
     if isinstance(value, bool) or not isinstance(value, int):
         return type(value), value
     width = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
     return (width, value == 1, value % 16 == 0) if specialised else width
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Is a tensor itself among these numbers? What is kept must not hold it."""
+    return any(map(_holds_tensors, value)) if isinstance(value, tuple) else isinstance(value, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -121,10 +134,11 @@ class Plan:
         grid: the number of programs.
         blocks: for each of the first tensors, which are tiles, the block that its descriptor copies, or None: it goes as a pointer
             and its strides are passed. All of one sort.
-        numbers: the arguments after tensors and strides: numbers, None, tuples of these, and ``Again``.
+        numbers: the arguments after tensors and strides: numbers, None, holes, tuples of these, and ``Again``.
         options: constants and launch options by name.
         descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
         layout: whatever else ``descriptor`` depends on; part of the key.
+        named: how many tensors each run names for the holes among the numbers, after the kernel's own.
     """
 
     def __init__(
@@ -136,6 +150,7 @@ class Plan:
         options: dict[str, Any],
         descriptor: Callable[[torch.Tensor, list[int], list[int], list[int]], Any] | None = None,
         layout: Any = None,
+        named: int = 0,
     ):
         self.kernel = kernel
         self.grid = grid
@@ -144,9 +159,12 @@ class Plan:
         self.options = options
         self.descriptor = descriptor
         self.layout = layout
+        self.named = named
         self._by_pointers = None in blocks
         software = runtime()
-        self.keeps = software.triton in PROVEN and not software.interpret and torch.version.hip is None
+        trusted = NAMING if named else PROVEN
+        self.keeps = software.triton in trusted and not software.interpret and torch.version.hip is None
+        self.keeps = self.keeps and not _holds_tensors(numbers)
         self._knobs: Any = None
         if self.keeps:
             import triton
@@ -157,15 +175,19 @@ class Plan:
 
     def args(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The positional arguments of a launch with these tensors."""
-        tiles = tensors[: len(self.blocks)]
+        tiles, numbers = tensors[: len(self.blocks)], self.numbers
+        if self.named:
+            tensors, named = tensors[: -self.named], tensors[-self.named :]
+            numbers = filled(numbers, named)
         if self._by_pointers:
-            return (*tensors, *(t.stride() for t in tiles), *self.numbers)
+            return (*tensors, *(t.stride() for t in tiles), *numbers)
 
         def made(t: torch.Tensor, block: Any) -> Any:
             return self.descriptor(t, list(t.shape), tile_strides(t), list(block))  # type: ignore[misc]
 
-        numbers = (made(tensors[n.tile], n.block) if isinstance(n, Again) else n for n in self.numbers)
-        return (*(made(t, block) for t, block in zip(tiles, self.blocks, strict=True)), *tensors[len(tiles) :], *numbers)
+        described = (made(t, block) for t, block in zip(tiles, self.blocks, strict=True))
+        numbers = tuple(made(tensors[n.tile], n.block) if isinstance(n, Again) else n for n in numbers)
+        return (*described, *tensors[len(tiles) :], *numbers)
 
     def launch(self, *tensors: torch.Tensor) -> Launch:
         """The launch as a value."""
@@ -182,7 +204,11 @@ class Plan:
             self.launch(*tensors).run()
             return
         addresses = [t.data_ptr() for t in tensors]
-        kind = (device, *[(t.dtype, t.stride(), a % 16) for t, a in zip(tensors, addresses)])  # noqa: B905 (they are as many)
+        # Of the tensors that a run names for holes, these know all but the address.
+        own = tensors[: -self.named] if self.named else tensors
+        kind = (device, *[(t.dtype, t.stride(), a % 16) for t, a in zip(own, addresses)])  # noqa: B905 (as far as own)
+        if self.named:
+            kind = (*kind, *[a % 16 for a in addresses[-self.named :]])
         kept = self._kept.get(kind) or self._find(kind, tensors)
         if kept is not None:
             kept[0](_current_stream(device), addresses)  # type: ignore[misc]
@@ -191,26 +217,28 @@ class Plan:
         """A kept launch for tensors of a new kind; None if there was none yet, and the ordinary road was taken."""
         key = self._key(kind)
         found = _compiled.get(key)
-        values = _values(self, tensors)
+        own = len(tensors) - self.named
+        values = _values(self, tensors[:own])
         if found is None or values is None:
             compiled = self.launch(*tensors).run()
             if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
                 if len(_compiled) >= _MOST_KEPT:
                     _compiled.clear()
-                _compiled[key] = compiled, _direct(compiled, values, len(tensors)) if values else None
+                _compiled[key] = compiled, _direct(compiled, values, own) if values else None
             return None
         compiled, direct = found
         if direct is not None:
-            launch = _bind_direct(self.grid, compiled, direct, values, len(tensors))
+            launch = _bind_direct(self.grid, compiled, direct, values, own)
         else:
-            launch = _bind_launcher(self.grid, compiled, values, len(tensors))
+            launch = _bind_launcher(self.grid, compiled, values, own)
         if len(self._kept) >= _MOST_KINDS:
             self._kept.clear()
         self._kept[kind] = launch, compiled
         return launch, compiled
 
     def _key(self, kind: tuple[Any, ...]) -> tuple[Any, ...]:
-        device, *tensors = kind
+        device, *rest = kind
+        tensors, remainders = rest[: len(rest) - self.named], tuple(rest[len(rest) - self.named :])
         strides = [class_of(tuple(stride)) for _, stride, _ in tensors[: len(self.blocks)]] if self._by_pointers else []
         params = getattr(self.kernel, "params", ())
         first = len(tensors) + len(strides)
@@ -220,13 +248,13 @@ class Plan:
             *(self.kernel, device, self.blocks, self.layout),
             tuple((dtype, remainder == 0) for dtype, _, remainder in tensors),
             tuple(strides),
-            tuple(class_of(n, not spare) for n, spare in zip(self.numbers, spared, strict=True)),
+            tuple(class_of(n, not spare, remainders) for n, spare in zip(self.numbers, spared, strict=True)),
             tuple((name, type(value), value) for name, value in self.options.items()),
         )
 
 
 def _values(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Any] | None:
-    """The arguments in the order of the kernel's parameters, constants included, with tiles instead of descriptors."""
+    """The arguments in the order of the kernel's parameters, constants and holes included, with tiles instead of descriptors."""
     tiles = tensors[: len(plan.blocks)]
     if plan._by_pointers:
         values: list[Any] = [*tensors, *(t.stride() for t in tiles), *plan.numbers]
@@ -257,17 +285,27 @@ def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tens
     programs = (*grid, 1, 1)[:3]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     forms = [(v.shape, v.strides, v.tensor) if isinstance(v, _Tile) else None for v in values[:tensors]]
-    after = values[tensors:]
+    after = tuple(values[tensors:])
     again = [(i, v.tensor) for i, v in enumerate(after) if isinstance(v, _Tile)]
+    holes = has_holes(after)
+    # What was last put into the holes: mostly the same from call to call.
+    last: tuple[list[int], tuple[Any, ...]] = ([], ())
 
     def launch(stream: int, addresses: list[int]) -> None:
+        nonlocal last
+        numbers = after
+        if holes:
+            where = addresses[tensors:]
+            if where != last[0]:
+                last = where, addressed(after, where)
+            numbers = last[1]
         sources = [
             address if form is None else _Tile(_Address(address), *form)
-            for address, form in zip(addresses, forms)  # noqa: B905 (they are as many)
+            for address, form in zip(addresses, forms)  # noqa: B905 (those for holes are more)
         ]
-        rest = after
+        rest = numbers
         if again:
-            rest = after.copy()
+            rest = list(numbers)
             for i, tensor in again:
                 rest[i] = sources[tensor]
         run(*programs, stream, function, packed, None, None, None, *sources, *rest)
@@ -318,9 +356,9 @@ def _direct(compiled: Any, values: list[Any], tensors: int) -> _Direct | None:
     if metas:  # does Triton's own expansion give the same arguments, descriptors and addresses apart?
         args, slots = _expanded(direct, values, tensors)
         own = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, metadata.tensordesc_meta)(values)
-        filled = {at for _, at, _ in slots}
+        open_ = {at for _, at, _ in slots}
         if len(own) != len(args) or any(
-            at not in filled and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(own, args, strict=True))
+            at not in open_ and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(own, args, strict=True))
         ):
             return None
     return direct
@@ -346,6 +384,7 @@ def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[An
 def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: list[Any], tensors: int) -> _Kept:
     """A kept launch by the C function beneath the launcher."""
     args, slots = _expanded(direct, values, tensors)
+    holes = [(at, value) for at, value in enumerate(args) if has_holes(value)]
     gx, gy, gz = (*grid, 1, 1)[:3]
     function, packed = compiled.function, compiled.packed_metadata
     call, fill, flags, annotations, signature = direct.call, direct.fill, direct.flags, direct.annotations, direct.signature
@@ -355,15 +394,17 @@ def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: 
 
     def launch(stream: int, addresses: list[int]) -> None:
         where = tuple(addresses)
-        filled = known.get(where)
-        if filled is None:
-            filled = args.copy()
+        arguments = known.get(where)
+        if arguments is None:
+            arguments = args.copy()
             for i, at, rest in slots:
-                filled[at] = addresses[i] if rest is None else fill(addresses[i], *rest)
+                arguments[at] = addresses[i] if rest is None else fill(addresses[i], *rest)
+            for at, value in holes:
+                arguments[at] = addressed(value, addresses[tensors:])
             if len(known) >= _MOST_KINDS:
                 known.clear()
-            known[where] = filled
+            known[where] = arguments
         # The five that are None: metadata for hooks, the hooks before and after, and two pieces of scratch memory.
-        call(gx, gy, gz, stream, function, *flags, packed, None, None, None, None, None, annotations, signature, filled)
+        call(gx, gy, gz, stream, function, *flags, packed, None, None, None, None, None, annotations, signature, arguments)
 
     return launch

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import bodies
-from ..plan import WORD, BlockTable, MaskTensors, block_table, collapsed, extents_of, tile_kinds
+from ..plan import WORD, BlockTable, Geometry, MaskTensors, Place, collapsed
+from ..plan import fill_table as fill_by_torch
 from ..problem import Problem
-from .launching import Launch, broadcast_strides
+from .holes import Layout, holes_of, layout_of, table_of_holes, there
+from .launching import Launch, Plan, broadcast_strides
 
-__all__ = ["launch_pack", "launch_table", "make_table", "pack_dense"]
+__all__ = ["fill_table", "launch_pack", "launch_table", "pack_dense"]
 
 
 def _shared(body):
@@ -30,7 +34,8 @@ segment_tile = _shared(bodies.segment_tile)
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("seqlen_q", "seqlen_k", "q_start", "upper", "lower", "table_batch", "table_head", "table_width")
-CHUNK = 16  # tiles of columns that are judged at once
+# How many tiles of columns are judged at once, and by how many warps: by few where there are few.
+FEW, MANY = (16, 4), (128, 8)
 _GRID_LIMIT = 65_535
 
 
@@ -79,83 +84,114 @@ def _judge(
     return seen, seen & free
 
 
+@triton.jit
+def _kinds(
+    mask, batch, head, row, columns, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES_M: tl.constexpr, LANES_N: tl.constexpr,
+):  # fmt: skip
+    """Of these columns, as 0 or 1: free, and masked. Beyond the last column neither."""
+    own = tl.full([1], 0, tl.int32) + row
+    q_tiles = columns if TRANSPOSED else own
+    k_tiles = own if TRANSPOSED else columns
+    seen, free = _judge(
+        mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
+        HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
+    )  # fmt: skip
+    inside = columns < table_width
+    return (free & inside).to(tl.int32), (seen & (free == 0) & inside).to(tl.int32)
+
+
+@triton.jit
+def _list(tiles, columns, table_width, is_free, is_masked, to_free, to_masked, to_empty):
+    """Write the columns into the list that begins at ``tiles``; ``to_...``: where the next of each kind goes."""
+    inside = columns < table_width
+    is_empty = ((is_free + is_masked == 0) & inside).to(tl.int32)
+    place = tl.where(is_free == 1, to_free + tl.cumsum(is_free, 0), to_masked + tl.cumsum(is_masked, 0))
+    place = tl.where(is_empty == 1, to_empty + tl.cumsum(is_empty, 0), place) - 1
+    tl.store(tiles + place, columns, mask=inside)
+    return to_free + tl.sum(is_free, 0), to_masked + tl.sum(is_masked, 0), to_empty + tl.sum(is_empty, 0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _table_kernel(
     mask, counts, tiles, table_batch, table_head, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, TRANSPOSED: tl.constexpr, ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES_M: tl.constexpr, LANES_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The list of one tile of rows. Grid: row tiles x heads x batch."""
+    """The list of one tile of rows. Grid: row tiles x heads x batch. ``ONCE``: a chunk holds all columns, which are judged once."""
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     at = batch * table_batch + head * table_head + row
-    own = tl.full([1], 0, tl.int32) + row
-    n_free = 0
-    n_masked = 0
-    for first in tl.range(0, table_width, CHUNK):
-        columns = first + tl.arange(0, CHUNK)
-        q_tiles = columns if TRANSPOSED else own
-        k_tiles = own if TRANSPOSED else columns
-        seen, free = _judge(
-            mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
+    chunk = tl.arange(0, CHUNK)
+    if ONCE:
+        is_free, is_masked = _kinds(
+            mask, batch, head, row, chunk, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
             HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
         )  # fmt: skip
-        inside = columns < table_width
-        n_free += tl.sum((free & inside).to(tl.int32), 0)
-        n_masked += tl.sum((seen & (free == 0) & inside).to(tl.int32), 0)
+        n_free = tl.sum(is_free, 0)
+        n_masked = tl.sum(is_masked, 0)
+    else:
+        n_free = 0
+        n_masked = 0
+        for first in tl.range(0, table_width, CHUNK):
+            is_free, is_masked = _kinds(
+                mask, batch, head, row, first + chunk, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
+                HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
+            )  # fmt: skip
+            n_free += tl.sum(is_free, 0)
+            n_masked += tl.sum(is_masked, 0)
     tl.store(counts + at * 2, n_free)
     tl.store(counts + at * 2 + 1, n_masked)
     # Where the next free, masked and empty tile goes.
     to_free = 0
     to_masked = n_free
     to_empty = n_free + n_masked
-    for first in tl.range(0, table_width, CHUNK):
-        columns = first + tl.arange(0, CHUNK)
-        q_tiles = columns if TRANSPOSED else own
-        k_tiles = own if TRANSPOSED else columns
-        seen, free = _judge(
-            mask, batch, head, q_tiles, k_tiles, seqlen_q, seqlen_k, q_start, upper, lower,
-            HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
-        )  # fmt: skip
-        inside = columns < table_width
-        is_free = (free & inside).to(tl.int32)
-        is_masked = (seen & (free == 0) & inside).to(tl.int32)
-        is_empty = ((seen == 0) & inside).to(tl.int32)
-        place = tl.where(is_free == 1, to_free + tl.cumsum(is_free, 0), to_masked + tl.cumsum(is_masked, 0))
-        place = tl.where(is_empty == 1, to_empty + tl.cumsum(is_empty, 0), place) - 1
-        tl.store(tiles + at * table_width + place, columns, mask=inside)
-        to_free += tl.sum(is_free, 0)
-        to_masked += tl.sum(is_masked, 0)
-        to_empty += tl.sum(is_empty, 0)
+    own = tiles + at * table_width
+    if ONCE:
+        _list(own, chunk, table_width, is_free, is_masked, to_free, to_masked, to_empty)
+    else:
+        for first in tl.range(0, table_width, CHUNK):
+            is_free, is_masked = _kinds(
+                mask, batch, head, row, first + chunk, table_width, seqlen_q, seqlen_k, q_start, upper, lower,
+                HAS_UPPER, HAS_LOWER, TRANSPOSED, BLOCK_M, BLOCK_N, LANES_M, LANES_N,
+            )  # fmt: skip
+            to_free, to_masked, to_empty = _list(own, first + chunk, table_width, is_free, is_masked, to_free, to_masked, to_empty)
+
+
+def _table(problem: Problem, mask: MaskTensors, geometry: Geometry, table: BlockTable, named: int = 0) -> Plan:
+    p = problem
+    block_m, block_n, transposed = geometry
+    upper, lower, has_upper, has_lower = p.bounds
+    batch, heads, rows, width = table.tiles.shape
+    chunk, warps = FEW if width <= FEW[0] else MANY
+    tensors = ((*mask[:4],), tuple(None if t is None else broadcast_strides(t) for t in mask[:4]))
+    numbers = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
+    options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    options |= {"LANES_M": triton.next_power_of_2(block_m), "LANES_N": triton.next_power_of_2(block_n)}
+    options |= {"ONCE": width <= chunk, "CHUNK": chunk, "num_warps": warps, "enable_fp_fusion": True}
+    return Plan(_table_kernel, (rows, heads, batch), (), numbers, options, named=named)
 
 
 def launch_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool, table: BlockTable) -> Launch:
-    p = problem
-    upper, lower, has_upper, has_lower = p.bounds
-    batch, heads, rows, _ = table.tiles.shape
-    tensors = ((*mask[:4],), tuple(None if t is None else broadcast_strides(t) for t in mask[:4]))
-    args = (tensors, *table, *table.steps, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower)
-    options = {"HAS_UPPER": has_upper, "HAS_LOWER": has_lower, "TRANSPOSED": transposed, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    options |= {"LANES_M": triton.next_power_of_2(block_m), "LANES_N": triton.next_power_of_2(block_n)}
-    return Launch(_table_kernel, (rows, heads, batch), args, {**options, "CHUNK": CHUNK, "num_warps": 4, "enable_fp_fusion": True})
+    return _table(problem, mask, (block_m, block_n, transposed), table).launch()
 
 
-def make_table(problem: Problem, mask: MaskTensors, block_m: int, block_n: int, transposed: bool) -> BlockTable:
-    """The table of a mask for these tile sizes."""
-    p = problem
-    batch, heads = extents_of(mask)
-    if mask.dense is not None or max(batch, heads) > _GRID_LIMIT:
-        return block_table(tile_kinds(p, mask, block_m, block_n, transposed), transposed)
-    device = next(t.device for t in mask if t is not None)
-    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, block_m), triton.cdiv(p.seqlen_k, block_n)
-    rows, width = (n_blocks, m_blocks) if transposed else (m_blocks, n_blocks)
-    table = BlockTable(
-        torch.empty((batch, heads, rows, 2), dtype=torch.int32, device=device),
-        torch.empty((batch, heads, rows, width), dtype=torch.int32, device=device),
-    )
-    launch_table(p, mask, block_m, block_n, transposed, table).run()
-    return table
+@functools.lru_cache(maxsize=4096)
+def _table_plan(problem: Problem, layout: Layout, geometry: Geometry, place: Place) -> Plan:
+    """``layout``: of the mask's tensors and the one that holds the table."""
+    *mask, packed = holes_of(layout)
+    return _table(problem, MaskTensors(*mask), geometry, table_of_holes(packed, place), sum(t is not None for t in layout))
+
+
+def fill_table(problem: Problem, mask: MaskTensors, geometry: Geometry, packed: torch.Tensor, place: Place) -> None:
+    """Write the table of a mask for these tile sizes into its place."""
+    if mask.dense is not None or max(place.shape[:2]) > _GRID_LIMIT:
+        fill_by_torch(problem, mask, geometry, packed, place)
+        return
+    given = (*mask, packed)
+    _table_plan(problem, layout_of(given), geometry, place).run(*there(given))
 
 
 @triton.jit
@@ -180,12 +216,22 @@ def _pack_kernel(
     tl.store(to, tl.sum(bits, 2), mask=(rows[:, None] < seqlen_q) & (columns[None, :] < width))
 
 
-def launch_pack(dense: torch.Tensor, words: torch.Tensor) -> Launch:
+def _pack(dense: Any, words: Any, named: int = 0) -> Plan:
     batch, heads, rows, keys = dense.shape
     width = words.shape[3]
-    args = (dense.view(torch.uint8), words, *dense.stride(), heads, rows, keys, width)
+    numbers = (dense.view(torch.uint8), words, *dense.stride(), heads, rows, keys, width)
     options = {"ROWS": 16, "WORDS": 8, "WORD": WORD, "num_warps": 4}
-    return Launch(_pack_kernel, (triton.cdiv(rows, 16) * triton.cdiv(width, 8), heads, batch), args, options)
+    return Plan(_pack_kernel, (triton.cdiv(rows, 16) * triton.cdiv(width, 8), heads, batch), (), numbers, options, named=named)
+
+
+def launch_pack(dense: torch.Tensor, words: torch.Tensor) -> Launch:
+    return _pack(dense, words).launch()
+
+
+@functools.lru_cache(maxsize=4096)
+def _pack_plan(layout: Layout) -> Plan:
+    """``layout``: of the mask and its bits."""
+    return _pack(*holes_of(layout), 2)
 
 
 def pack_dense(dense: torch.Tensor) -> torch.Tensor:
@@ -195,5 +241,5 @@ def pack_dense(dense: torch.Tensor) -> torch.Tensor:
     if dense.shape[3] == 1:
         return -dense.to(torch.int32)
     words = torch.empty((*dense.shape[:3], triton.cdiv(dense.shape[3], WORD)), dtype=torch.int32, device=dense.device)
-    launch_pack(dense, words).run()
+    _pack_plan(layout_of((dense, words))).run(dense, words)
     return words

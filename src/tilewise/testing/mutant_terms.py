@@ -137,6 +137,14 @@ TERM_MUTANTS: tuple[Mutant, ...] = (
         "to_masked = 0",
         ("documents",),
     ),
+    Mutant(
+        "lists_begin_at_counts",
+        "the lists of a table are looked for where its counts lie",
+        "backends/holes.py",
+        "(place.at + 2 * place.rows) * size",
+        "place.at * size",
+        ("documents",),
+    ),
     Mutant("table_of_first_head", "all heads walk the lists of the first", PLAN, "rows if heads > 1 else 0", "0", ("dense_tiles",)),
     Mutant(
         "table_of_first_batch",

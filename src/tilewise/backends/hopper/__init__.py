@@ -13,20 +13,26 @@ from typing import Any
 import torch
 
 from ...configs.hopper import FORMS, HopperConfig, Ways, columns, lookup, packs, softcap_bounds, ways
-from ...plan import BlockTable, table_of
+from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
+from ..holes import Layout
 from ..launching import Launch, Plan
-from ..tables import make_table
+from ..tables import fill_table
 from . import bwd_launch, fwd
 from .bwd_launch import backward
-from .common import LOG2_E, SMALLEST_SCALE, longest, plan, term_numbers, term_options, together
+from .common import LOG2_E, SMALLEST_SCALE, given, longest, named, plan, term_numbers, term_options, together
 
-__all__ = ["backward", "forget", "forward", "geometries", "launches_fwd", "make_table"]
+__all__ = ["backward", "fill_table", "forget", "forward", "geometries", "launches_fwd"]
 
 
 def _fwd(
-    problem: Problem, config: HopperConfig, form: str, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None
+    problem: Problem,
+    config: HopperConfig,
+    form: str,
+    tensors: Tensors = NO_TENSORS,
+    table: BlockTable | None = None,
+    named: int = 0,
 ) -> Plan:
     p = problem
     if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
@@ -79,7 +85,7 @@ def _fwd(
     queries = (1, 1, 64) if pack == 1 else (1, 1, 64 // pack, pack)
     keys = (1, 1, config.block_n)
     blocks = ((*queries, width), (*keys, width), (*keys, width_v), (*queries, min(width, width_v)))
-    return plan(fwd._fwd_kernel, programs, blocks, numbers, options)
+    return plan(fwd._fwd_kernel, programs, blocks, numbers, options, named)
 
 
 # The plans of calls without tensors in their spec.
@@ -139,6 +145,17 @@ def _picked(problem: Problem) -> tuple[tuple[Plan, ...], bool, int]:
     return _plans(problem, lookup(problem))
 
 
+_config = functools.lru_cache(maxsize=4096)(lookup)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plans_named(problem: Problem, config: HopperConfig, layout: Layout, place: Place | None) -> tuple[tuple[Plan, ...], bool, int]:
+    """The same for a call whose spec names tensors."""
+    holes = named(layout, place)
+    plans = tuple(_fwd(problem, config, form, *holes) for form in FORMS[config.guarded])
+    return plans, config.dynamic or config.guarded, packs(problem, config)
+
+
 def _packed(t: torch.Tensor, pack: int) -> torch.Tensor:
     """q or o as the descriptors of a packed launch see it: [batch, heads_kv, seqlen_q, group, columns]."""
     return t if pack == 1 else t.unflatten(1, (-1, pack)).transpose(2, 3)
@@ -182,22 +199,21 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
-    if tensors is not NO_TENSORS:
-        config = lookup(problem)
-        with torch.cuda.device_of(q):
-            table = table_of(problem, tensors, config.block_m, config.block_n, make=make_table)
-            for launch in launches_fwd(problem, config, q, k, v, o, lse, tensors, table):
-                launch.run()
-        return
-    plans, counts, pack = _picked(problem)
+    extras: list[torch.Tensor] = []
+    if tensors is NO_TENSORS:
+        plans, counts, pack = _picked(problem)
+    else:
+        config = _config(problem)
+        extras, told = given(problem, tensors, config.block_m, config.block_n)
+        plans, counts, pack = _plans_named(problem, config, *told)
     if pack > 1:
         q, o = _packed(q, pack), _packed(o, pack)
     counter = _counter(lse.device) if counts else lse
     for each in plans:
-        each.run(q, k, v, o, lse, counter)
+        each.run(q, k, v, o, lse, counter, *extras)
 
 
 def forget() -> None:
     """Forget which config a problem gets (``backends.forget``)."""
-    _picked.cache_clear()
-    bwd_launch._call.cache_clear()
+    for kept in (_picked, _config, bwd_launch._call, bwd_launch._call_named, bwd_launch._keys_config, bwd_launch._queries_config):
+        kept.cache_clear()

@@ -25,14 +25,14 @@ from ...configs.hopper_backward import (
     lookup_kept,
     padded_rows,
 )
-from ...plan import BlockTable, table_of
+from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
+from ..holes import Layout
 from ..launching import Launch, Plan
-from ..tables import make_table
 from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
 from .bwd_add_launch import backward_adding
-from .common import LOG2_E, longest, plan, term_numbers, term_options, together
+from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
 __all__ = ["backward", "geometries", "launch_dkdv", "launch_dq", "launch_dq_kept", "launch_rows"]
 
@@ -66,6 +66,7 @@ def _dkdv(
     keeps: bool,
     tensors: Tensors = NO_TENSORS,
     table: BlockTable | None = None,
+    named: int = 0,
 ) -> Plan:
     """For ``heads`` heads of keys from ``first`` on, counted over the batch. ``keeps``: ds goes to memory."""
     p = problem
@@ -105,16 +106,18 @@ def _dkdv(
         options["HEAD_DIM_V"] = p.head_dim_v
         if config.p_slots:
             options["P_SLOTS"] = config.p_slots
-            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options)
+            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options, named)
         options["BLOCK_N"] = config.block_n
-        return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options)
+        return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options, named)
     if config.p_slots:
-        return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots})
+        return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
     options |= {"BLOCK_N": config.block_n, "FUSED": fuses(p)}
-    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options)
+    return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, options, named)
 
 
-def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None) -> Plan:
+def _dq(
+    problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, table: BlockTable | None = None, named: int = 0
+) -> Plan:
     p = problem
     upper, lower, has_upper, has_lower = p.bounds
     m_blocks = -(-p.seqlen_q // config.block_m)
@@ -145,9 +148,10 @@ def _dq(problem: Problem, config: QueriesConfig, tensors: Tensors = NO_TENSORS, 
     q_block, k_block = (1, 1, 64, width), (1, 1, config.block_n, width)
     blocks = (q_block, k_block, (1, 1, config.block_n, width_v), (1, 1, 64, width_v), q_block)
     if in_chunks(p):
-        return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, {**options, "HEAD_DIM_V": p.head_dim_v})
+        options["HEAD_DIM_V"] = p.head_dim_v
+        return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, options, named)
     options |= {"FUSED": fuses(p), "EARLY": EARLY}
-    return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options)
+    return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options, named)
 
 
 # The plans of calls without tensors in their spec.
@@ -258,21 +262,26 @@ class _Call:
     ds_shape: tuple[int, int, int] | None
 
 
-def _call_of(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_dlse: bool, tensors: Tensors = NO_TENSORS) -> _Call:
+_Told = tuple[Layout, Place | None]  # what a kernel is told of the tensors that a spec names
+
+
+def _call_of(
+    problem: Problem,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+    has_dlse: bool,
+    of_keys: _Told | None = None,
+    of_queries: _Told | None = None,
+) -> _Call:
     p = problem
 
     def keys_plan(need_dk: bool, need_dv: bool, first: int, heads: int, keeps: bool) -> Plan:
-        config = lookup_dkdv(p)
-        if tensors is NO_TENSORS:
-            return _dkdv_plan(p, config, need_dk, need_dv, first, heads, keeps)
-        table = table_of(p, tensors, config.block_m, config.block_n, True, make_table)
-        return _dkdv(p, config, need_dk, need_dv, first, heads, keeps, tensors, table)
+        what = (p, lookup_dkdv(p), need_dk, need_dv, first, heads, keeps)
+        return _dkdv_plan(*what) if of_keys is None else _dkdv(*what, *named(*of_keys))
 
     def queries_plan() -> Plan:
-        config = lookup_dq(p)
-        if tensors is NO_TENSORS:
-            return _dq_plan(p, config)
-        return _dq(p, config, tensors, table_of(p, tensors, config.block_m, config.block_n, False, make_table))
+        return _dq_plan(p, lookup_dq(p)) if of_queries is None else _dq(p, lookup_dq(p), *named(*of_queries))
 
     rows = _rows_plan(p, has_dlse)
     heads = p.batch * p.heads_kv
@@ -288,13 +297,9 @@ def _call_of(problem: Problem, need_dq: bool, need_dk: bool, need_dv: bool, has_
     return _Call(rows, keys, queries_plan() if need_dq else None, None)
 
 
-_call = functools.lru_cache(maxsize=4096)(_call_of)  # of calls without tensors in their spec
-
-
-def _run_once(plan: Plan, *tensors: torch.Tensor) -> None:
-    """A plan that holds tensors of its call is not kept."""
-    with torch.cuda.device_of(tensors[0]):
-        plan.launch(*tensors).run()
+# Of calls without tensors in their spec, and with them.
+_call, _call_named = (functools.lru_cache(maxsize=4096)(_call_of) for _ in range(2))
+_keys_config, _queries_config = (functools.lru_cache(maxsize=4096)(find) for find in (lookup_dkdv, lookup_dq))
 
 
 def adding_of(problem: Problem) -> AddingConfig | None:
@@ -329,22 +334,31 @@ def backward(
             backward_adding(p, adding, do, dlse, q, k, v, o, lse, dq, dk, dv)
             return
     needs = (dq is not None, dk is not None, dv is not None, dlse is not None)
+    for_keys: list[torch.Tensor] = []
+    for_queries: list[torch.Tensor] = []
     if tensors is NO_TENSORS:
-        call, run = _call(p, *needs), Plan.run
+        call = _call(p, *needs)
     else:
-        with torch.cuda.device_of(q):
-            call, run = _call_of(p, *needs, tensors), _run_once
+        # A pass that nobody needs has no table made.
+        of_keys = of_queries = None
+        if dk is not None or dv is not None:
+            keys_config = _keys_config(p)
+            for_keys, of_keys = given(p, tensors, keys_config.block_m, keys_config.block_n, True)
+        if dq is not None:
+            queries_config = _queries_config(p)
+            for_queries, of_queries = given(p, tensors, queries_config.block_m, queries_config.block_n)
+        call = _call_named(p, *needs, of_keys, of_queries)
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
     call.rows.run(o, do, lse if dlse is None else dlse.contiguous(), lse, lse2, minus_delta)
     # A gradient that nobody asked for gets its input in its place; the kernel does not touch it.
     dk_out, dv_out = k if dk is None else dk, v if dv is None else dv
     ds = dk_out if call.ds_shape is None else torch.empty(call.ds_shape, dtype=q.dtype, device=q.device)
     for keys, kept in call.chunks:
-        run(keys, k, v, q, do, lse2, minus_delta, dk_out, dv_out, ds)
+        keys.run(k, v, q, do, lse2, minus_delta, dk_out, dv_out, ds, *for_keys)
         if kept is not None:
             kept.run(ds, k, dq)
     if call.queries is not None:
-        run(call.queries, q, k, v, do, dq, lse2, minus_delta)
+        call.queries.run(q, k, v, do, dq, lse2, minus_delta, *for_queries)
     if grads.sink is not None:
         # Its weight is exp(sink - lse) and its value 0; delta is 0 for a row without any logit.
         weight = torch.exp(tensors.sink[..., None].float() - lse.masked_fill(lse == float("-inf"), 0.0))

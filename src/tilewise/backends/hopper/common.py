@@ -9,12 +9,26 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...plan import BlockTable, MaskTensors
+from ...plan import BlockTable, MaskTensors, Place, packed_of
 from ...problem import Problem
-from ...spec import Tensors
+from ...spec import SLOTS, Tensors
+from ..holes import Layout, holes_of, layout_of, mask_of, there
 from ..launching import Plan, broadcast_strides
+from ..tables import fill_table
 
-__all__ = ["LOG2_E", "SMALLEST_SCALE", "cap_numbers", "descriptor", "longest", "plan", "term_numbers", "term_options", "together"]
+__all__ = [
+    "LOG2_E",
+    "SMALLEST_SCALE",
+    "cap_numbers",
+    "descriptor",
+    "given",
+    "longest",
+    "named",
+    "plan",
+    "term_numbers",
+    "term_options",
+    "together",
+]
 
 # Below this, or negative, the scale is applied before the maximum is taken: -inf times a scale that is 0 in float32 would be NaN.
 SMALLEST_SCALE = 1e-30
@@ -36,10 +50,15 @@ def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: lis
 
 
 def plan(
-    kernel: Any, programs: int, blocks: tuple[tuple[int, ...], ...], numbers: tuple[Any, ...], options: dict[str, Any]
+    kernel: Any,
+    programs: int,
+    blocks: tuple[tuple[int, ...], ...],
+    numbers: tuple[Any, ...],
+    options: dict[str, Any],
+    named: int = 0,
 ) -> Plan:
     """The launches of a kernel in a grid of one dim. ``blocks``: of the descriptors of its first tensors."""
-    return Plan(kernel, (programs,), blocks, numbers, options, descriptor, "hopper")
+    return Plan(kernel, (programs,), blocks, numbers, options, descriptor, "hopper", named)
 
 
 def together(heads: int, sharing: int, bytes_a_head: int) -> int:
@@ -94,3 +113,21 @@ def term_numbers(problem: Problem, tensors: Tensors, table: BlockTable | None = 
     mask = None if own is None else (tuple(own[:4]), tuple(None if t is None else broadcast_strides(t) for t in own[:4]))
     lists = (None,) * 3 if table is None else table.steps
     return (cap, given(tensors.slopes), given(tensors.sink), mask, None if table is None else tuple(table)), *lists
+
+
+_PLAN = SLOTS.index("plan")
+
+
+def given(
+    problem: Problem, tensors: Tensors, block_m: int, block_n: int, transposed: bool = False
+) -> tuple[list[torch.Tensor], tuple[Layout, Place | None]]:
+    """The tensors that a launch names besides the kernel's own, among them the table of the mask; and what ``named`` is told."""
+    packed, place = packed_of(problem, tensors, block_m, block_n, transposed, fill_table)
+    every = (*tensors[:_PLAN], packed, *tensors[_PLAN + 1 :])
+    return there(every), (layout_of(every), place)
+
+
+def named(layout: Layout, place: Place | None) -> tuple[Tensors, BlockTable | None, int]:
+    """Holes for the tensors of a spec and the table of its mask; how many are there."""
+    tensors, mask = mask_of(holes_of(layout), place)
+    return tensors, None if mask is None else mask.table, len(layout) - layout.count(None)

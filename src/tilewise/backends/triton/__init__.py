@@ -1,8 +1,8 @@
 """Portable Triton kernels, and the launches that bind a problem's tensors to them.
 
-A ``Plan`` holds all of a launch but the tensors. ``forward`` and ``backward`` of a call whose spec names no tensor look up the plan
-of each kernel, which keeps what it compiled; a call with such tensors makes its plans anew, since they hold those tensors. The
-compile-only tests turn plans into ``Launch`` values and compile them for a device that is not there.
+A ``Plan`` holds all of a launch but the tensors. ``forward`` and ``backward`` look up the plan of each kernel, which keeps what it
+compiled; those of a call whose spec names tensors are made of ``holes`` that stand for them. The compile-only tests turn plans into
+``Launch`` values and compile them for a device that is not there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ...configs.split import parts_of, turned
 from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
-from ...plan import WORD, Masked, MaskTensors, packed_mask, table_of
+from ...plan import WORD, Masked, MaskTensors, Place, packed_mask, packed_of, table_of
 from ...problem import Problem
-from ...spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
+from ...spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
+from ..holes import Layout, holes_of, layout_of, mask_of, there
 from ..launching import Again, Launch, Plan, broadcast_strides
-from ..tables import make_table, pack_dense
+from ..tables import fill_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
 from .dq_bias_launch import launch_dq_bias
 from .split_launch import forward_operands
@@ -33,6 +34,7 @@ from .split_launch import forward_operands
 __all__ = [
     "Launch",
     "backward",
+    "fill_table",
     "forward",
     "geometries",
     "launch_dbias",
@@ -41,7 +43,6 @@ __all__ = [
     "launch_dq",
     "launch_dq_bias",
     "launch_fwd",
-    "make_table",
     "pack_dense",
 ]
 
@@ -59,16 +60,18 @@ def _plan(
     numbers: tuple[Any, ...],
     options: dict[str, Any],
     rests: tuple[int, ...] = (),
+    named: int = 0,
 ) -> Plan:
     """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides.
 
     ``rests``: the columns of the second tile of each, 0 if there is none, for kernels with a parameter for each.
     """
     if not options["BULK"]:
-        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options)
+        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options, named=named)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
     again = (Again(i, (1, 1, tiles[i][0], rest)) if rest else None for i, rest in enumerate(rests))
-    return Plan(kernel, grid, blocks, (*((0, 0, 0, 0),) * len(tiles), *again, *numbers), options, TensorDescriptor)
+    given = (*((0, 0, 0, 0),) * len(tiles), *again, *numbers)
+    return Plan(kernel, grid, blocks, given, options, TensorDescriptor, named=named)
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -157,8 +160,38 @@ def _mask(
     mask = MaskTensors.of(tensors)
     if packs_dense(mask, config.block_n):
         mask = packed or packed_mask(problem, tensors, pack_dense)
-    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, make_table, mask)
+    table = table_of(problem, tensors, config.block_m, config.block_n, transposed, fill_table, mask)
     return None if table is None else Masked(mask or MaskTensors(), table)
+
+
+_PLAN = SLOTS.index("plan")
+_Named = tuple[Tensors, Masked | None, list[Any], int]  # the tensors of a spec, its mask, further ones; how many are there
+
+
+def _given(
+    problem: Problem,
+    tensors: Tensors,
+    config: Config,
+    *more: torch.Tensor | None,
+    transposed: bool = False,
+    packed: MaskTensors | None = None,
+) -> tuple[list[torch.Tensor], tuple[Layout, Place | None]]:
+    """The tensors that a launch names besides the kernel's own, among them the table of the mask; and what ``_named`` is told.
+    ``packed``: as in ``_mask``."""
+    mask = None
+    if tensors.dense is not None and packs_dense(MaskTensors.of(tensors), config.block_n):
+        mask = packed or packed_mask(problem, tensors, pack_dense)
+    tables, place = packed_of(problem, tensors, config.block_m, config.block_n, transposed, fill_table, mask)
+    if mask is not None:
+        tensors = tensors._replace(dense=mask.dense)
+    given = (*tensors[:_PLAN], tables, *tensors[_PLAN + 1 :], *more)
+    return there(given), (layout_of(given), place)
+
+
+def _named(layout: Layout, place: Place | None) -> _Named:
+    """Holes for them."""
+    holes = holes_of(layout)
+    return *mask_of(holes, place), holes[len(SLOTS) :], len(layout) - layout.count(None)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -237,8 +270,9 @@ def _fwd(
     config: Config,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
-    kept: torch.Tensor | None = None,
-    maxima: torch.Tensor | None = None,
+    kept: Any = None,
+    maxima: Any = None,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "fwd")
@@ -259,7 +293,7 @@ def _fwd(
     negative = p.sm_scale < 0 and parts == 1
     own = {**cut, "NEGATIVE": negative, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests)
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,6 +315,7 @@ def _dkdv(
     need_dv: bool,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dkdv" if need_dk and need_dv else "dk" if need_dk else "dv")
@@ -294,7 +329,7 @@ def _dkdv(
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n) * config.split),
     )
     options = {**options, **masked_options, **score_options, **cut, "NEED_DK": need_dk, "NEED_DV": need_dv}
-    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options, rests)
+    return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options, rests, named)
 
 
 def _dq(
@@ -303,7 +338,8 @@ def _dq(
     need_dq: bool,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
-    dslopes: torch.Tensor | None = None,
+    dslopes: Any = None,
+    named: int = 0,
 ) -> Plan:
     p = problem
     grid, scalars, options = _settings(p, config, "dq")
@@ -317,11 +353,38 @@ def _dq(
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
     own = {**cut, "NEED_DQ": need_dq, "DSLOPES": dslopes is not None}
-    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **own}, rests)
+    return _plan(p, bwd._dq_kernel, grid, tiles, numbers, {**options, **masked_options, **score_options, **own}, rests, named)
 
 
 # The plans of calls without tensors in their spec.
 _fwd_plan, _dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_fwd, _dkdv, _dq))
+
+
+# Those of calls with tensors.
+@functools.lru_cache(maxsize=4096)
+def _fwd_named(problem: Problem, config: Config, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, (kept, maxima), named = _named(layout, place)
+    return _fwd(problem, config, mask, tensors, kept, maxima, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dkdv_named(problem: Problem, config: Config, need_dk: bool, need_dv: bool, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, _, named = _named(layout, place)
+    return _dkdv(problem, config, need_dk, need_dv, mask, tensors, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dq_named(problem: Problem, config: Config, need_dq: bool, layout: Layout, place: Place | None) -> Plan:
+    tensors, mask, (dslopes,), named = _named(layout, place)
+    return _dq(problem, config, need_dq, mask, tensors, dslopes, named)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dbias_named(problem: Problem, config: Config, grad: tuple[Any, ...], layout: Layout) -> Plan:
+    """``grad``: shape and strides of the gradient."""
+    holes = holes_of(layout)
+    tensors, _ = mask_of(holes, None)
+    return _dbias(problem, config, *grad, tensors, MaskTensors.of(tensors), len(layout) - layout.count(None))
 
 
 def launch_fwd(
@@ -391,6 +454,35 @@ def launch_dq(
     return plan.launch(q, k, v, do, q if dq is None else dq, lse, delta)
 
 
+def _dbias(
+    problem: Problem,
+    config: Config,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tensors: Tensors,
+    mask: MaskTensors | None = None,
+    named: int = 0,
+) -> Plan:
+    """``shape``, ``strides``: of the gradient; a stride is 0 where it broadcasts."""
+    p = problem
+    _, scalars, options = _settings(p, config, "dbias")
+    score, score_options = _scores(p, tensors, config)
+    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
+    batch, heads, queries, keys = (n == 1 for n in shape)
+    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
+    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
+    grid, flat = _grid(bias_tiles, shape[1], shape[0])
+    heads_q, *others = scalars
+    numbers = (
+        *(strides, None if mask is None else _mask_arguments(p, config, mask), score, _drop(p, tensors)),
+        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
+        *(shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
+    )
+    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
+    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
+    return _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own}, named=named)
+
+
 def launch_dbias(
     problem: Problem,
     config: Config,
@@ -404,24 +496,11 @@ def launch_dbias(
     tensors: Tensors,
     mask: MaskTensors | None = None,
 ) -> Launch:
-    p = problem
-    _, scalars, options = _settings(p, config, "dbias")
-    score, score_options = _scores(p, tensors, config)
-    tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), _columns(p, "qqvv"), strict=True))
-    batch, heads, queries, keys = (n == 1 for n in grad.shape)
-    m_blocks, n_blocks = triton.cdiv(p.seqlen_q, config.block_m), triton.cdiv(p.seqlen_k, config.block_n)
-    bias_tiles = (1 if queries else m_blocks) * (1 if keys else n_blocks)
-    grid, flat = _grid(bias_tiles, grad.shape[1], grad.shape[0])
-    heads_q, *others = scalars
-    numbers = (
-        *(broadcast_strides(grad), None if mask is None else _mask_arguments(p, config, mask), score, _drop(p, tensors)),
-        *(heads_q, p.heads_kv, *others, p.sm_scale * _steps(p)[0]),
-        *(grad.shape[1], p.batch if batch else 1, p.heads_q if heads else 1, m_blocks, n_blocks),
-    )
-    own = {"SUM_Q": queries, "SUM_K": keys, "MASKS": mask is not None, "FLAT": flat}
-    shared = {name: value for name, value in options.items() if name not in ("HAS_TAIL", "REVERSED", "SPLIT")}
-    plan = _plan(p, dbias._dbias_kernel, grid, tiles, numbers, {**shared, **score_options, **own})
+    plan = _dbias(problem, config, tuple(grad.shape), broadcast_strides(grad), tensors, mask)
     return plan.launch(q, k, v, do, grad, lse, delta)
+
+
+_forward_units = functools.lru_cache(maxsize=4096)(forward_units)
 
 
 def forward(
@@ -436,7 +515,7 @@ def forward(
     maxima: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
-    if maxima is None and forward_units(problem):
+    if maxima is None and _forward_units(problem):
         with torch.cuda.device_of(q):
             wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
         return
@@ -445,9 +524,8 @@ def forward(
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return
-    with torch.cuda.device_of(q):
-        kept = rows if problem.keeps_rows else None
-        launch_fwd(problem, config, q, k, v, o, lse, _mask(problem, tensors, config), tensors, kept, maxima).run()
+    named, told = _given(problem, tensors, config, rows if problem.keeps_rows else None, maxima)
+    _fwd_named(problem, config, *told).run(q, k, v, o, lse, *named)
 
 
 def backward(
@@ -480,8 +558,7 @@ def backward(
             wide_launch.run(problem, (q, k, v, do, pivots, delta), dq, dk, dv, tensors)
         together, dq = [], None
     if tensors is not NO_TENSORS:
-        with torch.cuda.device_of(q):
-            _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)
+        _backward_with(problem, do, q, k, v, lse, delta, dq, together, tensors, rows, grads)
         return
     for name, dk_out, dv_out in together:
         plan = _dkdv_plan(problem, configs.lookup(problem, name), dk_out is not None, dv_out is not None)
@@ -507,23 +584,31 @@ def _backward_with(
     """The rest of ``backward`` where the spec names tensors; ``together``: the passes over resident keys and their outputs."""
     # What the weights of a row are measured from (``scores.weights``).
     pivots = rows if problem.keeps_rows and rows is not None else lse
-    given = (q, k, v, do, pivots, delta)
-    packed = packed_mask(problem, tensors, pack_dense) if packs_dense(MaskTensors.of(tensors), WORD) else None
+    packed = None
+    if tensors.dense is not None and packs_dense(MaskTensors.of(tensors), WORD):
+        packed = packed_mask(problem, tensors, pack_dense)
     for name, dk, dv in together:
         config = configs.lookup(problem, name)
-        launch_dkdv(problem, config, *given, dk, dv, _mask(problem, tensors, config, True, packed), tensors).run()
+        named, told = _given(problem, tensors, config, transposed=True, packed=packed)
+        plan = _dkdv_named(problem, config, dk is not None, dv is not None, *told)
+        plan.run(q, k, v, do, *_outputs(k, v, dk, dv), pivots, delta, *named)
     shared = configs.shared_config(problem) if dq is not None and grads.bias is not None else None
     if dq is not None and shared is not None:
-        launch_dq_bias(problem, shared, *given, dq, grads.bias, tensors).run()
+        with torch.cuda.device_of(q):
+            launch_dq_bias(problem, shared, q, k, v, do, pivots, delta, dq, grads.bias, tensors).run()
         return _sink_gradient(lse, delta, tensors, grads)
     if dq is not None or grads.slopes is not None:
         config = configs.lookup(problem, "dq")
         by_row = None if grads.slopes is None else torch.empty_like(lse)
-        launch_dq(problem, config, *given, dq, _mask(problem, tensors, config, False, packed), tensors, by_row).run()
+        named, told = _given(problem, tensors, config, by_row, packed=packed)
+        _dq_named(problem, config, dq is not None, *told).run(q, k, v, do, q if dq is None else dq, pivots, delta, *named)
         if by_row is not None:
             grads.slopes.copy_(by_row.sum(-1).sum_to_size(grads.slopes.shape))
     if grads.bias is not None:
-        launch_dbias(problem, configs.lookup(problem, "dbias"), *given, grads.bias, tensors, MaskTensors.of(tensors)).run()
+        config, given = configs.lookup(problem, "dbias"), (*tensors[:_PLAN], None, *tensors[_PLAN + 1 :])
+        grad = tuple(grads.bias.shape), broadcast_strides(grads.bias)
+        plan = _dbias_named(problem, config, grad, layout_of(given))
+        plan.run(q, k, v, do, grads.bias, pivots, delta, *there(given))
     _sink_gradient(lse, delta, tensors, grads)
 
 
