@@ -178,9 +178,9 @@ LOOP = {
     (LONG_512, "dv"): 490,
     (SINGLE_128, "fwd"): 950,  # six products for one
     (SINGLE_128, "weights"): 160,
-    (SINGLE_128, "dv"): 230,
-    (SINGLE_128, "dk"): 230,
-    (SINGLE_128, "dq"): 230,
+    (SINGLE_128, "dv"): 300,
+    (SINGLE_128, "dk"): 300,
+    (SINGLE_128, "dq"): 310,
     (SPLIT_TERMS_128, "fwd"): 1400,
     (TF32_128, "fwd"): 760,
     (TF32_128, "weights"): 100,

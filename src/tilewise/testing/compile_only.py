@@ -239,12 +239,12 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *sizes)
     dtype = t["q"].dtype if parts_of(p, "kept") == 1 else torch.bfloat16
     kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=dtype)
-    streamed = [_parts(p, t[name], "weights") for name in ("q", "k", "v", "do")]
-    given: tuple[Any, ...] = (*streamed, t["pivots"], t["delta"], kept, kept)
+    q, k, v, do = (_parts(p, t[name], "weights") for name in ("q", "k", "v", "do"))
+    given = (p, config, 0, q, k, v, do, t["pivots"], t["delta"], kept, kept, sides[0], tensors)
     do, q, k = (_parts(p, t[name], "kept") for name in ("do", "q", "k"))
     columns = wide_launch.launch_columns
     return {
-        "weights": (tile, wide_launch.launch_weights(p, config, 0, *given, sides[0], tensors)),
+        "weights": (tile, wide_launch.launch_weights(*given)),
         "dv": (config.keys, columns(p, config, config.keys, 0, kept, do, t["dv"], 1.0, True, sides[1])),
         "dk": (config.keys, columns(p, config, config.keys, 0, kept, q, t["dk"], p.sm_scale, True, sides[1])),
         "dq": (config.queries, columns(p, config, config.queries, 0, kept, k, t["dq"], p.sm_scale, False, sides[0])),

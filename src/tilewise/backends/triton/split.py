@@ -8,8 +8,8 @@ which the three smallest, below 2^-24 of it, are left out: ``a b = a0 b0 + a0 b1
 a kernel makes itself (p, ds) is split there. PARTS = 1 stands for whole operands: the code is then what it was without parts.
 
 The parts of infinity are itself and zeros. Small products that are not finite count for nothing (``finite_or_zero``), so that a key
-of -inf has the weight 0; only in ``p v``, where nothing asks, a column of v that holds infinity is NaN in o, not infinity. Below
-2^-109 the last part is rounded to what bfloat16 can hold, 2^-133.
+of -inf has the weight 0; only in ``p v`` and in the long sums of gradients, where nothing asks, what meets an infinity is NaN and
+not infinity. Below 2^-109 the last part is rounded to what bfloat16 can hold, 2^-133.
 
 A warpgroup multiplies TF32 operands only if both lie along the dim of the sum, which v does not in ``p v``. If TURNED,
 ``_turn_kernel`` has written v as columns, in each eight keys in the order 0 2 4 6 1 3 5 7: that in which a thread that holds keys
@@ -80,18 +80,6 @@ def _add_rest(a, b, rest, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_parts(a, b, acc, rest, PARTS: tl.constexpr, LONG: tl.constexpr):
-    """``acc + a b``: the large product of the parts goes to ``acc``, the others to ``rest``. A tensor core does not round a sum but
-    cuts it off, each time: a LONG sum of three parts is added up outside."""
-    rest = _add_rest(a, b, rest, PARTS)
-    if LONG and PARTS == 3:
-        acc += tl.dot(a[0], b[0])
-    else:
-        acc = tl.dot(a[0], b[0], acc)
-    return acc, rest
-
-
-@triton.jit
 def product(a, b, PARTS: tl.constexpr, GUARD: tl.constexpr):
     """``a b`` of parts, added up from the smallest; GUARD: the small ones count for nothing where an operand is not finite."""
     rest = tl.dot(a[0], b[PARTS - 1])
@@ -103,6 +91,18 @@ def product(a, b, PARTS: tl.constexpr, GUARD: tl.constexpr):
     if GUARD:
         rest = finite_or_zero(rest)
     return tl.dot(a[0], b[0], rest)
+
+
+@triton.jit
+def add_parts(a, b, acc, rest, PARTS: tl.constexpr, LONG: tl.constexpr):
+    """``acc + a b``: the large product of the parts goes to ``acc``, the others to ``rest``. A tensor core does not round a sum but
+    cuts it off, each time: a LONG sum of three parts is added up outside, the products of a step together. (A lone product that is
+    added to ``acc`` would be made on top of it by the compiler.)"""
+    if LONG and PARTS == 3:
+        return acc + product(a, b, PARTS, False), rest
+    else:
+        rest = _add_rest(a, b, rest, PARTS)
+        return tl.dot(a[0], b[0], acc), rest
 
 
 @triton.jit
