@@ -166,6 +166,8 @@ def test_the_table_says_at_which_lengths():
 
 
 def test_an_empty_class_switches_it_off(monkeypatch):
+    monkeypatch.setitem(ADDS, 64, ("short", "medium", "long"))
+    assert all(lookup_adding(_problem(64, length, deterministic=False)) is not None for length in LENGTHS.values())
     monkeypatch.setitem(ADDS, 64, ())
     assert all(lookup_adding(_problem(64, length, deterministic=False)) is None for length in LENGTHS.values())
 
@@ -178,7 +180,8 @@ def test_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
         assert lookup_adding(_problem(upper=2000)) is not None  # a bound that no pair reaches
 
 
-def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels():
+def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels(monkeypatch):
+    monkeypatch.setitem(ADDS, 64, ("short",))
     assert lookup_adding(_problem(length=1024, heads=16)) is None
     assert lookup_adding(_problem(length=1024, heads=17)) is not None
     with adding():
