@@ -520,7 +520,8 @@ def forward(
             wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
         return
     config = configs.lookup(problem, "fwd")
-    q, k, v = forward_operands(problem, q, k, v)
+    if problem.dtype == "float32":
+        q, k, v = forward_operands(problem, q, k, v)
     if tensors is NO_TENSORS and maxima is None:
         _fwd_plan(problem, config).run(q, k, v, o, lse)
         return
