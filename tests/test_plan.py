@@ -197,3 +197,23 @@ def test_a_spec_that_already_says_what_is_returned_gets_no_plan():
     q, k, _ = (t.detach() for t in qkv(grad=False))
     with pytest.raises(tw.InvalidInput, match="returns='max_logit'"):
         tw.plan(q, k, dataclasses.replace(documents(), returns="max_logit"), backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_plan_does_not_outlive_other_strides_at_the_same_address(backend):
+    q, k, _ = torch.randn(3, 1, 1, 40, 16).unbind()
+    mask = torch.rand(40, 40) < 0.4
+    planned = tw.plan(q, k, tw.dense(mask), backend=backend)
+    mask.data = mask.data.T
+    with pytest.raises(tw.InvalidInput, match="this spec is stale: dense changed in place or got other memory"):
+        tw.attention(q, k, k, spec=planned, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("make", [lambda t: tw.dense(t > 0), lambda t: tw.segments((t[:, 0] > 0).int(), (t[:, 0] > 0).int())])
+def test_a_plan_of_a_mapped_mask_leaves_the_tables_to_the_calls(backend, make):
+    q, k, v = torch.randn(3, 1, 2, 40, 16).unbind()
+    given = torch.randn(3, 40, 40)
+    found = torch.func.vmap(lambda t: tw.attention(q, k, v, spec=tw.plan(q, k, make(t), backend=backend), backend=backend))(given)
+    wanted = torch.stack([tw.attention(q, k, v, spec=make(t), backend=backend) for t in given])
+    torch.testing.assert_close(found, wanted)

@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 
 from .backends import module_of
+from .batching import is_mapped
 from .errors import InvalidInput
 from .functions import check_fresh as check_function
 from .keep import chosen_rows, kept, seeded
@@ -319,12 +320,14 @@ def plan(
 
     Returns:
         A spec for ``attention(..., spec=...)`` with the same batch, heads_q and lengths. A pass whose tiles have other sizes than
-        those planned (another dtype or head_dim, say) makes its own table. A spec without such tensors comes back as it is.
+        those planned (another dtype or head_dim, say) makes its own table. A spec without such tensors comes back as it is, and so
+        does one whose mask ``torch.func.vmap`` maps: its calls find out anew.
 
     Raises:
         InvalidInput, BackendRefused: as ``attention`` would. ``attention`` raises InvalidInput for a plan that was made for other
             shapes, and for one whose tensors were changed in place or got other memory since (outside compiled graphs, which do not
-            look; nor is it seen what a kernel of one's own writes).
+            look; nor is it seen what PyTorch does not count: writes of a kernel of one's own, through ``.data``, or into an
+            inference tensor).
 
     Cost: reads the tensors of the mask once for each kind of pass (a dim of stride 0 or size 1 is read once), on their device,
     without waiting for a GPU. Memory: one int32 for each pair of tiles, for each batch and head that has a mask of its own; on the
@@ -345,7 +348,7 @@ def plan(
     q, k, v = _autocast(q, k, v)
     problem, chosen = bound_problem(q, k, v, _text(mask), backend, "qkv" if backward else "", known)
     module, tensors = module_of(chosen), MaskTensors.of(mask.tensors)
-    if tensors is None or problem.is_empty or not hasattr(module, "geometries"):
+    if tensors is None or problem.is_empty or not hasattr(module, "geometries") or any(map(is_mapped, tensors)):
         return mask
     fill, pack = getattr(module, "fill_table", fill_table), getattr(module, "pack_dense", None)
     return planned(mask, tensors, problem, module.geometries(problem), fill, pack)

@@ -17,10 +17,18 @@ from .functions import function_of, names_function
 from .operands import DIMS, full_rank
 from .spec import FN_SLOTS, SLOTS, Spec
 
-__all__ = ["backward_rule", "forward_rule", "jvp_rule", "second_pass_rule"]
+__all__ = ["backward_rule", "forward_rule", "is_mapped", "jvp_rule", "second_pass_rule"]
 
 _PLAN = SLOTS.index("plan")
 _SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
+
+
+def is_mapped(t: torch.Tensor | None) -> bool:
+    """Is this a tensor that a functorch transform has wrapped, which has no memory of its own to point at?"""
+    if t is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return functorch.is_functorch_wrapped_tensor(t)
 
 
 def _folded(t: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:

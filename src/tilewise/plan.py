@@ -246,8 +246,10 @@ _MASK = slice(SLOTS.index(MaskTensors._fields[0]), SLOTS.index(MaskTensors._fiel
 
 
 def versions_of(tensors: Tensors) -> tuple[Any, ...]:
-    """Where each tensor of the mask lies, and how often it was changed in place (inference tensors do not count)."""
-    return tuple([None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors[_MASK]])
+    """Where and how each tensor of the mask lies, and how often it was changed in place (inference tensors do not count)."""
+    return tuple(
+        [None if t is None else (t.data_ptr(), t.stride(), -1 if t.is_inference() else t._version) for t in tensors[_MASK]]
+    )
 
 
 def check_fresh(spec: Spec) -> None:
@@ -257,7 +259,7 @@ def check_fresh(spec: Spec) -> None:
         names = MaskTensors._fields
         changed = [n for n, a, b in zip(names, spec.versions, now, strict=True) if a != b] if spec.versions else names
         raise InvalidInput(
-            f"the plan of this spec is stale: {', '.join(changed)} changed in place, "
+            f"the plan of this spec is stale: {', '.join(changed)} changed in place or got other memory, "
             "or the spec was copied or unpickled, since it was made. "
             "Make a new one with tilewise.plan(q, k, spec)."
         )
