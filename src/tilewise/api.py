@@ -246,9 +246,10 @@ def attention(
     Cost: ``4 batch heads_q seqlen_q seqlen_k head_dim`` FLOP forward (less what the mask skips), 3.5 times that backward and 3
     times that for o, lse and their forward-mode derivatives in one pass.
     Extra memory: o and lse forward; the gradients and one float32 a row backward (the torch backend also holds tiles of a fixed
-    size, and float32 sums of dk and dv while it works on half-precision inputs; wide heads keep weights, in at most as much memory
-    as a few copies of dq). Nothing grows with seqlen_q * seqlen_k, but what says which tiles a mask of tensors has, and
-    the bits of a dense one.
+    size, and float32 sums of dk and dv while it works on half-precision inputs; wide and float32 heads keep weights, in at most
+    as much memory as a few copies of dq or o, or 384 MiB, and float32 on Hopper has 4 or 6 bytes for each element of its
+    operands). Nothing grows with seqlen_q * seqlen_k, but what says which tiles a mask of tensors has, and the bits of a dense
+    one.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867); tiles and recomputation in the backward pass
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).

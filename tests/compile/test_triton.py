@@ -77,7 +77,9 @@ SPILL = {
     ("gfx942", DOCUMENTS_128, "fwd"): 384,
     ("gfx942", DOCUMENTS_128, "dkdv"): 128,
     ("sm_120", ODD, "dq"): 960,
-    ("sm_120", ODD, "dkdv"): 1088,
+    ("sm_120", ODD, "dkdv"): 1408,  # two tiles of columns by pointers, as on sm_80: not timed there
+    ("sm_80", ODD, "dq"): 16,
+    ("sm_80", ODD, "dkdv"): 640,
     ("sm_80", BIAS_64, "dbias"): 192,
     ("sm_80", BIAS_64, "fwd"): 80,  # the unit of each row besides its pivot, for one instruction less for each weight
     ("sm_90", DENSE_128, "fwd"): 256,  # two loops, one of which reads bits; two programs share a processor
