@@ -172,9 +172,11 @@ def _fwd_kernel(
         )  # fmt: skip
 
     if NATURAL:
-        rest = settled(m_i)
-        acc *= rest[:, None]
-        l_i *= rest
+        by = settled(m_i)
+        acc *= by[:, None]
+        if REST_V > 0:
+            acc_rest *= by[:, None]
+        l_i *= by
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     if maxima_ptr is not None:
         # Before the sink, which is no score.
