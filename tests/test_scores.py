@@ -162,7 +162,7 @@ def test_other_dtypes(backend, words, dtype):
 
 @pytest.mark.parametrize("head_dim_v", [64, 72, 160])
 def test_far_scores_weigh_all_columns_alike(head_dim_v):
-    """What was rounded off a row's pivot is put right in every tile of columns: seen on a GPU, where an exponent is rounded once."""
+    """What was rounded off a row's pivot is put right in every tile of columns: seen on a GPU, where exponents round once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = torch.zeros(1, 1, 20, 16, device=device), torch.zeros(1, 1, 40, 16, device=device)
     v = torch.rand(1, 1, 40, head_dim_v, device=device) + 1
