@@ -160,12 +160,12 @@ def test_other_dtypes(backend, words, dtype):
             raise_if_failed(Yardstick(call).judge(evaluate(call, backend), backend))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: an interpreted exponent is rounded twice")
 @pytest.mark.parametrize("head_dim_v", [64, 72, 160])
 def test_far_scores_weigh_all_columns_alike(head_dim_v):
     """What was rounded off a row's pivot is put right in every tile of columns: seen on a GPU, where exponents round once."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k = torch.zeros(1, 1, 20, 16, device=device), torch.zeros(1, 1, 40, 16, device=device)
-    v = torch.rand(1, 1, 40, head_dim_v, device=device) + 1
-    shift = torch.linspace(-23456.7, -12345.6, 20, device=device)[:, None].expand(20, 40)
+    q, k = torch.zeros(1, 1, 20, 16, device="cuda"), torch.zeros(1, 1, 40, 16, device="cuda")
+    v = torch.rand(1, 1, 40, head_dim_v, device="cuda") + 1
+    shift = torch.linspace(-23456.7, -12345.6, 20, device="cuda")[:, None].expand(20, 40)
     o = tw.attention(q, k, v, spec=tw.bias(shift), backend="triton")
     torch.testing.assert_close(o, v.mean(2, keepdim=True).expand_as(o), rtol=2e-6, atol=0)
