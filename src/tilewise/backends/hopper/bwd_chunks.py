@@ -144,10 +144,10 @@ def feed_parts(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_t
     CONSUMERS: gl.constexpr = keys.BLOCK_N // ROWS
     batch, head_kv, start_n = keys.place()
     lo, hi = keys.tiles(start_n)
-    mbarrier.expect(kv_full.index(0), CONSUMERS * (q_ring.SIZE // k_tiles.COLUMNS) * k_desc.block_type.nbytes)
+    mbarrier.expect(kv_full.index(0), CONSUMERS * k_tiles.BOXES * k_desc.block_type.nbytes)
     for c in gl.static_range(CONSUMERS):
         k_tiles.load(k_desc, batch, head_kv, start_n + c * ROWS, c, kv_full.index(0))
-    mbarrier.expect(kv_full.index(1), CONSUMERS * (do_ring.SIZE // v_tiles.COLUMNS) * v_desc.block_type.nbytes)
+    mbarrier.expect(kv_full.index(1), CONSUMERS * v_tiles.BOXES * v_desc.block_type.nbytes)
     for c in gl.static_range(CONSUMERS):
         v_tiles.load(v_desc, batch, head_kv, start_n + c * ROWS, c, kv_full.index(1))
     step = 0

@@ -63,7 +63,7 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
     # The second group reads the values until it is done; the keys are read here only, and are at least as wide.
     batch, head_kv, start_n = keys.place()
     if keys.NEED_DV:
-        out = Tiles(k_tiles.wide, k_tiles.narrow, v_tiles.WIDE, v_tiles.NARROW, v_tiles.COLUMNS)
+        out = Tiles(k_tiles.wide, k_tiles.narrow, v_tiles.WIDE, v_tiles.NARROW, v_tiles.COLUMNS, v_tiles.BOXES)
         out.write(dv, 1.0, dv_desc, batch, head_kv, start_n, 0)
         tma.store_wait(0)
 

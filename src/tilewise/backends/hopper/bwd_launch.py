@@ -28,7 +28,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
-from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_kept, bwd_rows
 from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
@@ -131,6 +131,7 @@ def _dq(
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
         "LONGEST": longest(p, keys=False),
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "K_STAGES": config.k_stages,
@@ -144,9 +145,6 @@ def _dq(
     width, width_v = columns(p.head_dim), columns(p.head_dim_v)
     q_block, k_block = (1, 1, 64, width), (1, 1, config.block_n, width)
     blocks = (q_block, k_block, (1, 1, config.block_n, width_v), (1, 1, 64, width_v), q_block)
-    if in_chunks(p):
-        options["HEAD_DIM_V"] = p.head_dim_v
-        return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, options, named)
     return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options, named)
 
 

@@ -1,5 +1,5 @@
-"""Tiles in parts, where head_dim is no power of two or head_dim_v is another: rings of them, and products that take one part after
-another."""
+"""Tiles as rows of parts, one where a head dim is a power of two: places and rings for them, and products that take one part after
+another. A tuple of one stands for a tile in one part."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +27,7 @@ class Tiles:
     WIDE: gl.constexpr
     NARROW: gl.constexpr
     COLUMNS: gl.constexpr
+    BOXES: gl.constexpr  # of a tile
 
     @gluon.jit
     def parts(self, place):
@@ -89,18 +90,17 @@ def make_tiles(desc, SIZE: gl.constexpr, ROWS_A_TILE: gl.constexpr, PLACES: gl.c
         narrow = gl.allocate_shared_memory(desc.dtype, [PLACES, ROWS_A_TILE, COLUMNS], swizzled(COLUMNS))
     else:
         narrow = wide
-    return Tiles(wide, narrow, WIDE, NARROW, COLUMNS)
+    return Tiles(wide, narrow, WIDE, NARROW, COLUMNS, SIZE // COLUMNS)
 
 
 @gluon.aggregate
 class PartRing:
-    """Slots of shared memory: a tile [rows, SIZE] in parts, and a number for each row if there is ``rows``."""
+    """Slots of shared memory: a tile in parts, and a number for each row if there is ``rows``."""
 
     tiles: Tiles
     rows: object  # [SLOTS, 1, rows]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
     SLOTS: gl.constexpr
 
     @gluon.jit
@@ -130,7 +130,7 @@ class PartRing:
         slot = step % self.SLOTS
         wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
         full = self.full.index(slot)
-        BYTES: gl.constexpr = self.SIZE // self.tiles.COLUMNS * desc.block_type.nbytes
+        BYTES: gl.constexpr = self.tiles.BOXES * desc.block_type.nbytes
         if rows_desc is None:
             mbarrier.expect(full, BYTES)
         else:
@@ -154,7 +154,7 @@ def make_part_ring(
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return PartRing(tiles, rows, full, empty, SIZE, SLOTS)
+    return PartRing(tiles, rows, full, empty, SLOTS)
 
 
 @gluon.constexpr_function
