@@ -23,8 +23,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd import _scores, _steps
-from .bwd_parts import Keys, feed, make_row_ring, publish, write_tile
+from .bwd import _steps
+from .bwd_parts import Keys, publish, scores
+from .chunks import accumulator, make_part_ring, zeros_like
 from .parts import ROWS, WARPS, arrive_warp, wait
 
 WIDTH = gl.constexpr(64)  # columns that the adder makes at a time
@@ -82,9 +83,8 @@ def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
 def _consumer(
     C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
 ):
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(keys.HEAD_DIM), 2)
     batch, head_kv, start_n = keys.place()
     key_row = start_n + C * ROWS
     # Without bounds all keys see all tiles of queries; if the last keys are not a whole tile, some or all of them need the mask.
@@ -93,11 +93,11 @@ def _consumer(
     if keys.HAS_TAIL:  # noqa: SIM102 (one is a constant)
         if key_row + ROWS > keys.seqlen_k:
             free = tiles * 0
-    k_tile = k_tiles.slice(C * ROWS, ROWS, dim=0)
-    v_tile = v_tiles.slice(C * ROWS, ROWS, dim=0)
+    k = (k_tiles.slice(C * ROWS, ROWS, dim=0),)
+    v = (v_tiles.slice(C * ROWS, ROWS, dim=0),)
     handed = Handed(ds_ring, C)
-    dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
-    dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
+    dk = zeros_like(k)
+    dv = zeros_like(v)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
     step = 0
@@ -105,23 +105,23 @@ def _consumer(
     wait(kv_full.index(1), 0)
     for _ in range(keys.group):
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros, keys, own, left),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, left),))
         s, dk, dv, step = _steps(
-            0, free, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-            qk_scale2, handed, False, P_LAYOUT,
+            0, free, tiles, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
+            qk_scale2, handed, False, P_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free, tiles, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                qk_scale2, handed, True, P_LAYOUT,
+                free, tiles, tiles, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
+                qk_scale2, handed, True, P_LAYOUT, P_LAYOUT,
             )  # fmt: skip
     # The adder still reads the keys, so dk and dv leave through slots of queries and gradients.
     arrive_warp(left)
     wait(left, 0)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = keys.place()
-    write_tile(dv, dv_desc, do_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
-    write_tile(dk * sm_scale, dk_desc, q_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
+    do_ring.tiles.write(dv, 1.0, dv_desc, batch, head_kv, start_n + C * ROWS, C)
+    q_ring.tiles.write(dk, sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS, C)
     tma.store_wait(0)
 
 
@@ -167,8 +167,8 @@ def _first_tile(desc, batch, head, row, tile, full):
 
 @gluon.jit
 def _feed_both(fed, head, m_block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
-    feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, fed)
-    feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, fed)
+    do_ring.fill(do_desc, batch, head, m_block * keys.BLOCK_M, fed, delta_desc, keys.rows_head(batch, head))
+    q_ring.fill(q_desc, batch, head, m_block * keys.BLOCK_M, fed, lse2_desc, keys.rows_head(batch, head))
 
 
 @gluon.jit
@@ -221,8 +221,8 @@ def _dkdvdq_kernel(
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
-    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
     ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)

@@ -16,7 +16,6 @@ from ...configs.hopper_backward import (
     KeysConfig,
     QueriesConfig,
     heads_kept,
-    in_chunks,
     lookup_adding,
     lookup_dkdv,
     lookup_dq,
@@ -28,7 +27,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
-from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_kept, bwd_rows
+from . import bwd, bwd_dq, bwd_kept, bwd_pair, bwd_rows
 from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
@@ -87,6 +86,7 @@ def _dkdv(
         "NEED_DV": need_dv,
         "KEEPS": keeps,
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CONSUMER_REGISTERS": config.consumer_registers,
@@ -100,15 +100,8 @@ def _dkdv(
     kept = (1, 64, config.block_m) if keeps else k_block
     streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
     blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
-    if in_chunks(p):
-        options["HEAD_DIM_V"] = p.head_dim_v
-        if config.p_slots:
-            options["P_SLOTS"] = config.p_slots
-            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options, named)
-        options["BLOCK_N"] = config.block_n
-        return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options, named)
     if config.p_slots:
-        return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
+        return plan(bwd_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
     return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n}, named)
 
 

@@ -66,15 +66,24 @@ class Tiles:
             tma.async_load(desc, [batch, head, row, c * self.COLUMNS], full, box)
 
     @gluon.jit
+    def load_all(self, desc, batch, head, row, full):
+        """Fill all places with the rows from this one on."""
+        PLACES: gl.constexpr = self.wide.type.shape[0] // self.WIDE
+        mbarrier.expect(full, PLACES * self.BOXES * desc.block_type.nbytes)
+        for place in gl.static_range(PLACES):
+            self.load(desc, batch, head, row + place * self.wide.type.shape[1], place, full)
+
+    @gluon.jit
     def write(self, parts, scale, desc, batch, head, row, place):
-        """Start the copies of ``parts * scale`` to memory, through a place that nobody reads any more."""
+        """Start the copies of ``parts * scale``, ROWS high, to memory, through a place that nobody reads any more."""
         here = self.parts(place)
         for c in gl.static_range(len(parts)):
-            here[c].store((parts[c] * scale).to(desc.dtype))
+            part = here[c].slice(0, ROWS, dim=0) if here[c].type.shape[0] > ROWS else here[c]
+            part.store((parts[c] * scale).to(desc.dtype))
         fence_async_shared()
         boxes = self.boxes(place)
         for c in gl.static_range(len(boxes)):
-            box = boxes[c].reshape([1, 1, boxes[c].type.shape[0], self.COLUMNS])
+            box = boxes[c].reinterpret(desc.dtype, [1, 1, ROWS, self.COLUMNS], desc.layout)
             tma.async_store(desc, [batch, head, row, c * self.COLUMNS], box)
 
 
