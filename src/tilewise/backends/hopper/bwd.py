@@ -6,7 +6,8 @@ With ``p = exp2(s2 - lse2)`` recomputed under the same mask and ``delta = sum_d 
 
 Partitions: BLOCK_N / 64 consumers, and a feeder that copies tiles of queries past them. Everything is transposed: rows are keys,
 columns are queries, so that p^T and ds^T are register operands as they come out of the products before. The scores of the next tile
-are issued before the work on this one ends.
+are issued before the work on this one ends. A tile is a row of parts, nearly always one (``chunks.py``); dk and dv have an
+accumulator for each.
 
 The rows arrive with their tiles: ``lse2``, +inf for a row that saw no key or lies past the end (every p of it is an exact zero, so
 ragged queries need no mask), and ``-delta``, from which the accumulator of dp starts.
@@ -20,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, feed_all, packed, product_with, rows_of, scores, weights
-from .chunks import accumulator, inner, make_part_ring, make_tiles, outer, settled, swizzled, zeros_like
+from .bwd_parts import KeptDs, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
 from .parts import ROWS, WARPS, wait
 from .terms import make_ramp
 
@@ -33,7 +34,7 @@ LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width"
 @gluon.jit
 def _step(
     s, dk, dv, step, more, keys, own, ramp, k, v, q_ring, do_ring, zeros, place, key_row, qk_scale2, kept,
-    MASKED: gl.constexpr, P_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
@@ -47,12 +48,12 @@ def _step(
     if keys.NEED_DK:
         dp = inner(v, do, zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], False)
     if keys.NEED_DV:
-        p_operand = gl.convert_layout(p16, P_LAYOUT)
+        p_operand = operand(p16, dv)
         dv = outer(p_operand, do, dv)
     if keys.NEED_DK:
         dp = warpgroup_mma_wait(len(v) if keys.NEED_DV else 0, deps=(dp,))
         ds = product_with(words, dp, DTYPE)
-        ds_operand = gl.convert_layout(ds, DS_LAYOUT)
+        ds_operand = operand(ds, dk)
         dk = outer(ds_operand, q, dk)
     if keys.NEED_DV:
         p_operand, dv = settled(len(k) if keys.NEED_DK else 0, p_operand, dv)
@@ -73,13 +74,60 @@ def _step(
 @gluon.jit
 def _steps(
     first, last, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row, qk_scale2, kept,
-    MASKED: gl.constexpr, P_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     for place in range(first, last):
         s, dk, dv, step = _step(
             s, dk, dv, step, place + 1 < own_hi, keys, own, ramp, k, v, q_ring, do_ring, zeros, place, key_row,
-            qk_scale2, kept, MASKED, P_LAYOUT, DS_LAYOUT,
+            qk_scale2, kept, MASKED,
         )  # fmt: skip
+    return s, dk, dv, step
+
+
+@gluon.jit
+def _crowded_steps(
+    own_lo, free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row, qk_scale2, kept,
+):  # fmt: skip
+    """All tiles of queries of one head in one loop, where dk and dv lie in parts: their accumulators leave few registers.
+
+    Free tiles branch around the mask. The product with p is waited for before ds is made, so that p and ds never take registers
+    both.
+    """
+    S_LAYOUT: gl.constexpr = s.type.layout
+    DTYPE: gl.constexpr = k[0].dtype
+    gl.static_assert(len(keys.STEPS) == 0 and not keys.LISTED, "no terms besides bounds")
+    for place in range(own_lo, own_hi):
+        q = q_ring.parts(step)
+        p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, False)
+        if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
+            if (place < free_lo) | (place >= free_hi):
+                p = hidden(p, keys, own, m_block, key_row)
+        p16 = p.to(DTYPE)
+        do = do_ring.take(step)
+        if keys.NEED_DV:
+            p_operand = operand(p16, dv)
+            dv = outer(p_operand, do, dv)
+        if keys.NEED_DK:
+            dp = inner(v, do, zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], False)
+        if keys.NEED_DV:
+            p_operand, dv = settled(len(v) if keys.NEED_DK else 0, p_operand, dv)
+        if keys.NEED_DK:
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        do_ring.release(step)
+        if keys.NEED_DK:
+            ds = times(p16, dp, DTYPE)
+            ds_operand = operand(ds, dk)
+            dk = outer(ds_operand, q, dk)
+        if place + 1 < own_hi:
+            q_ring.arrived(step + 1)
+        s_next = scores(k, q_ring.parts(step + 1), zeros, keys, own, ramp)
+        if keys.KEEPS:
+            kept.put(step, ds, m_block)
+        if keys.NEED_DK:
+            ds_operand, dk = settled(len(k), ds_operand, dk)
+        q_ring.release(step)
+        s = warpgroup_mma_wait(0, deps=(s_next,))
+        step += 1
     return s, dk, dv, step
 
 
@@ -109,8 +157,6 @@ def _consumer(
     v = v_tiles.parts(C)
     dk = zeros_like(k)
     dv = zeros_like(v)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
-    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)
@@ -132,20 +178,26 @@ def _consumer(
         own = keys.head(batch, head_kv * keys.group + member, tiles, qk_scale2, S_LAYOUT)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, ramp),))
-        if keys.HAS_UPPER and not keys.LISTED:
-            s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
-                qk_scale2, kept, True, P_LAYOUT, DS_LAYOUT,
+        if len(k) > 1:
+            s, dk, dv, step = _crowded_steps(
+                own_lo, free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
+                qk_scale2, kept,
             )  # fmt: skip
-        s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
-            qk_scale2, kept, False, P_LAYOUT, DS_LAYOUT,
-        )  # fmt: skip
-        if keys.HAS_LOWER or keys.HAS_TAIL or keys.LISTED:
+        else:
+            if keys.HAS_UPPER and not keys.LISTED:
+                s, dk, dv, step = _steps(
+                    own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
+                    qk_scale2, kept, True,
+                )  # fmt: skip
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
-                qk_scale2, kept, True, P_LAYOUT, DS_LAYOUT,
+                free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
+                qk_scale2, kept, False,
             )  # fmt: skip
+            if keys.HAS_LOWER or keys.HAS_TAIL or keys.LISTED:
+                s, dk, dv, step = _steps(
+                    free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
+                    qk_scale2, kept, True,
+                )  # fmt: skip
         if not keys.LISTED:
             step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.

@@ -84,7 +84,6 @@ def _consumer(
     C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
 ):
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(keys.HEAD_DIM), 2)
     batch, head_kv, start_n = keys.place()
     key_row = start_n + C * ROWS
     # Without bounds all keys see all tiles of queries; if the last keys are not a whole tile, some or all of them need the mask.
@@ -108,12 +107,12 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, left),))
         s, dk, dv, step = _steps(
             0, free, tiles, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
-            qk_scale2, handed, False, P_LAYOUT, P_LAYOUT,
+            qk_scale2, handed, False,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
                 free, tiles, tiles, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
-                qk_scale2, handed, True, P_LAYOUT, P_LAYOUT,
+                qk_scale2, handed, True,
             )  # fmt: skip
     # The adder still reads the keys, so dk and dv leave through slots of queries and gradients.
     arrive_warp(left)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .chunks import accumulator, inner, make_part_ring, make_tiles, outer, settled, zeros_like
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, zeros_like
 from .parts import ROWS, WARPS, Work, wait
 from .terms import exponents, make_ramp, masked, own_of
 
@@ -97,7 +97,6 @@ def _consumer(
     q = q_tiles.parts(C)
     do = do_tiles.parts(C)
     dq = zeros_like(q)
-    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
     wait(resident.index(C), 0)
     step = 0
     step = _pass_over(hi - own_hi, step, k_ring, v_ring)
@@ -107,7 +106,7 @@ def _consumer(
         p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1, start_row, free_lo, free_hi)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         v_ring.release(step)
-        ds = gl.convert_layout((p * dp).to(DTYPE), DS_LAYOUT)
+        ds = operand((p * dp).to(DTYPE), dq)
         for j in range(1, own_hi - own_lo):
             s, dp = _products(q, do, k_ring, v_ring, step + 1, minus_delta, work, own, ramp, S_LAYOUT)
             dq = outer(ds, k_ring.take(step), dq)
@@ -118,7 +117,7 @@ def _consumer(
             ds_next = p * dp
             ds, dq = settled(0, ds, dq)
             k_ring.release(step)
-            ds = gl.convert_layout(ds_next.to(DTYPE), DS_LAYOUT)
+            ds = operand(ds_next.to(DTYPE), dq)
             step += 1
         dq = outer(ds, k_ring.take(step), dq)
         ds, dq = settled(0, ds, dq)
@@ -131,7 +130,7 @@ def _consumer(
             p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1 - j, start_row, free_lo, free_hi)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             v_ring.release(step)
-            ds = gl.convert_layout((p * dp).to(DTYPE), DS_LAYOUT)
+            ds = operand((p * dp).to(DTYPE), dq)
             dq = outer(ds, k_ring.parts(step), dq)
             ds, dq = settled(0, ds, dq)
             k_ring.release(step)

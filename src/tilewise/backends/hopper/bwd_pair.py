@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .bwd_parts import KeptDs, Keys, feed_all, publish, rounded, rows_of, scores, weights
-from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, outer, settled, swizzled, zeros_like
+from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
 from .parts import ROWS, WARPS, arrive_warp, wait
 from .terms import make_ramp
 
@@ -65,7 +65,7 @@ def _make_p_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr
 @gluon.jit
 def _value_steps(
     first, last, hi, s, dv, step, keys, own, ramp, k, q_ring, do_ring, p_ring, zeros, start_n, qk_scale2,
-    MASKED: gl.constexpr, P_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """First group: the tiles ``first .. last`` of queries, whose scores are in ``s``; those of the next tile are issued early."""
     for place in range(first, last):
@@ -74,7 +74,7 @@ def _value_steps(
         p16 = rounded(p, k[0].dtype)
         do = do_ring.take(step)
         if keys.NEED_DV:
-            p_operand = gl.convert_layout(p16, P_LAYOUT)
+            p_operand = operand(p16, dv)
             dv = outer(p_operand, do, dv)
         # The last one works on a slot that is being refilled, and nobody reads its scores.
         if place + 1 < hi:
@@ -100,7 +100,6 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
         _, free_lo, free_hi, _ = keys.own(start_n, lo, hi)  # both groups walk from lo to hi
     k = k_tiles.parts(0)
     dv = zeros_like(v_tiles.parts(0))
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)
@@ -114,16 +113,16 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
         if keys.HAS_UPPER and not keys.LISTED:
             s, dv, step = _value_steps(
                 lo, free_lo, hi, s, dv, step, keys, own, ramp, k, q_ring, do_ring, p_ring, zeros, start_n,
-                qk_scale2, True, P_LAYOUT,
+                qk_scale2, True,
             )  # fmt: skip
         s, dv, step = _value_steps(
             free_lo, free_hi, hi, s, dv, step, keys, own, ramp, k, q_ring, do_ring, p_ring, zeros, start_n,
-            qk_scale2, False, P_LAYOUT,
+            qk_scale2, False,
         )  # fmt: skip
         if keys.HAS_LOWER or keys.HAS_TAIL or keys.LISTED:
             s, dv, step = _value_steps(
                 free_hi, hi, hi, s, dv, step, keys, own, ramp, k, q_ring, do_ring, p_ring, zeros, start_n,
-                qk_scale2, True, P_LAYOUT,
+                qk_scale2, True,
             )  # fmt: skip
     # The second group reads the values until it is done; the keys are read here only, and are at least as wide.
     batch, head_kv, start_n = keys.place()
@@ -149,7 +148,6 @@ def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring
         step = 0
         v = v_tiles.parts(0)
         dk = zeros_like(k_tiles.parts(0))
-        DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
         zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
         wait(kv_full.index(1), 0)
         dp = inner(v, do_ring.take(0), zeros + rows_of(do_ring, 0, S_LAYOUT)[None, :], False)
@@ -166,7 +164,7 @@ def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring
                 p16 = p_ring.get(step, S_LAYOUT)
                 ds = (p16.to(gl.float32) * dp).to(v[0].dtype)
                 p_ring.release(step)
-                ds_operand = gl.convert_layout(ds, DS_LAYOUT)
+                ds_operand = operand(ds, dk)
                 dk = outer(ds_operand, q_ring.take(step), dk)
                 # The last one works on a slot that is being refilled, and nobody reads its result.
                 if step + 1 < total:

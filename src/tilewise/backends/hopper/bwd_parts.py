@@ -1,4 +1,4 @@
-"""The named parts of the Hopper backward kernels that hold keys: what a program has to do, its feeder, scores, weights and the mask."""
+"""The named parts of the Hopper kernels that hold keys: what a program has to do, its feeder, scores, weights and the mask."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -232,6 +232,22 @@ def product_with(words, dp, dtype: gl.constexpr):
     """ds = p (dp - delta) in the dtype of the inputs, from the rounded and packed p: half as many registers are alive."""
     TEXT: gl.constexpr = _product_bf16 if dtype == gl.bfloat16 else _product_fp16
     return gl.inline_asm(TEXT, ("=&h", "r", "f"), [words, dp], dp.type.with_element_ty(dtype), is_pure=True)
+
+
+_TIMES = "mul.f32 a, a, $2; mul.f32 b, b, $3;"
+_TIMES_BF16 = "{ .reg .b32 r; .reg .f32 a, b; shl.b32 r, $1, 16; mov.b32 a, r; and.b32 r, $1, 0xffff0000; mov.b32 b, r; " + _TIMES
+_TIMES_BF16 = gl.constexpr(_TIMES_BF16 + " cvt.rn.bf16x2.f32 $0, b, a; }")
+_TIMES_FP16 = "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; " + _TIMES
+_TIMES_FP16 = gl.constexpr(_TIMES_FP16 + " cvt.rn.f16x2.f32 $0, b, a; }")
+
+
+@gluon.jit
+def times(p16, dp, dtype: gl.constexpr):
+    """ds = p (dp - delta) in the dtype of the inputs, from the rounded p, two elements a register as its product has them."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_TIMES_BF16, "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(_TIMES_FP16, "=r,r,f,f", [p16, dp], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -181,6 +181,12 @@ def zeros_like(parts):
 
 
 @gluon.jit
+def operand(x, acc):
+    """x as the left operand of a product into this accumulator."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, acc[0].type.layout, 2))
+
+
+@gluon.jit
 def inner(a, b, acc, FRESH: gl.constexpr):
     """Issue acc + a b^T for tuples of chunks, without waiting for it. FRESH: acc is 0."""
     for c in gl.static_range(len(a)):
@@ -198,9 +204,9 @@ def outer(a, b, acc):
 
 
 @gluon.jit
-def settled(pending: gl.constexpr, operand, acc):
-    """``(operand, acc)`` once all but the last ``pending`` products are made; the operand is kept until then."""
-    done = warpgroup_mma_wait(pending, deps=(operand,) + acc)
+def settled(pending: gl.constexpr, left, acc):
+    """``(left, acc)`` once all but the last ``pending`` products are made; left, their operand, is kept until then."""
+    done = warpgroup_mma_wait(pending, deps=(left,) + acc)
     return done[0], done[1:]
 
 
