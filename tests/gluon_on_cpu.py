@@ -393,7 +393,8 @@ def errors(dims, shape, mask, dtype, config):
 def compare_all(arguments):
     """Every config of these head dims, after ``install``."""
     torch.set_num_threads(1)
-    from tilewise.configs.hopper_backward import ADDING, DKDV, DQ, KEPT, BackwardConfig
+    from tilewise.configs.hopper_backward import ADDING, DKDV, DQ, KEPT, BackwardConfig, in_chunks
+    from tilewise.problem import Problem
 
     for dims in arguments:
         pair = tuple(int(size) for size in (dims.split("/") * 2)[:2])
@@ -402,9 +403,6 @@ def compare_all(arguments):
         ways = [BackwardConfig(keys[i % len(keys)], queries[i % len(queries)]) for i in range(max(len(keys), len(queries)))]
         keeps = [BackwardConfig(keys[i % len(keys)], kept=kept[i % len(kept)]) for i in range(max(len(keys), len(kept)))]
         adds = list(ADDING.get(place, ()))
-        from tilewise.backends.hopper.bwd_launch import in_chunks
-        from tilewise.problem import Problem
-
         terms = [] if in_chunks(Problem.parse(f"seqlen=64 head_dim={dims}")) else TERMS
         for shape, mask, dtype in CASES + terms + ADDED * bool(adds):
             for way in ways + (keeps if "lower" not in mask else []) + (adds if mask == "full" else []):
