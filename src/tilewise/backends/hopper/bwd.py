@@ -21,14 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
-from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
+from .bwd_parts import LENGTHS, KeptDs, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, swizzled, zeros_like
 from .parts import ROWS, WARPS, wait
 from .terms import make_ramp
-
-# Kernel arguments that never enter a compile key.
-LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
-LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
 
 
 @gluon.jit
@@ -132,18 +128,6 @@ def _crowded_steps(
 
 
 @gluon.jit
-def _pass_over(count, step, q_ring, do_ring):
-    """Let ``count`` tiles go by that do not see this consumer's keys."""
-    for _ in range(count):
-        q_ring.arrived(step)
-        q_ring.release(step)
-        do_ring.arrived(step)
-        do_ring.release(step)
-        step += 1
-    return step
-
-
-@gluon.jit
 def _consumer(
     C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages, ramp
 ):
@@ -174,7 +158,7 @@ def _consumer(
             tiles, free_hi, own_hi = keys.listed(batch, head_kv * keys.group + member, start_n)
             free_lo = free_hi * 0
         else:
-            step = _pass_over(own_lo - lo, step, q_ring, do_ring)
+            step = pass_over(own_lo - lo, step, q_ring, do_ring)
         own = keys.head(batch, head_kv * keys.group + member, tiles, qk_scale2, S_LAYOUT)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, ramp),))
@@ -199,7 +183,7 @@ def _consumer(
                     qk_scale2, kept, True,
                 )  # fmt: skip
         if not keys.LISTED:
-            step = _pass_over(hi - own_hi, step, q_ring, do_ring)
+            step = pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = keys.place()
     if keys.NEED_DV:

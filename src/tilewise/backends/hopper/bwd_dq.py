@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, zeros_like
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
 from .parts import ROWS, WARPS, Work, wait
 from .terms import exponents, make_ramp, masked, own_of
 
@@ -66,18 +66,6 @@ def _products(q, do, k_ring, v_ring, step, minus_delta, work, own, ramp, S_LAYOU
 
 
 @gluon.jit
-def _pass_over(count, step, k_ring, v_ring):
-    """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
-    for _ in range(count):
-        k_ring.take(step)
-        k_ring.release(step)
-        v_ring.take(step)
-        v_ring.release(step)
-        step += 1
-    return step
-
-
-@gluon.jit
 def _consumer(
     C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring,
     ramp,
@@ -99,7 +87,7 @@ def _consumer(
     dq = zeros_like(q)
     wait(resident.index(C), 0)
     step = 0
-    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = pass_over(hi - own_hi, step, k_ring, v_ring)
     if work.OVERLAP:
         s, dp = _products(q, do, k_ring, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
         s = warpgroup_mma_wait(len(do), deps=(s,))
@@ -135,7 +123,7 @@ def _consumer(
             ds, dq = settled(0, ds, dq)
             k_ring.release(step)
             step += 1
-    _pass_over(own_lo - lo, step, k_ring, v_ring)
+    pass_over(own_lo - lo, step, k_ring, v_ring)
     q_tiles.write(dq, sm_scale, dq_desc, batch, head, start_row, C)
     tma.store_wait(0)
 

@@ -14,14 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import KeptDs, Keys, feed_all, publish, rounded, rows_of, scores, weights
+from .bwd_parts import LENGTHS, KeptDs, Keys, feed_all, publish, rounded, rows_of, scores, weights
 from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
 from .parts import ROWS, WARPS, arrive_warp, wait
 from .terms import make_ramp
-
-# Kernel arguments that never enter a compile key.
-LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
-LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
 
 
 @gluon.aggregate

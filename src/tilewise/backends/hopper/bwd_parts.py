@@ -9,6 +9,10 @@ from .chunks import inner
 from .parts import ROWS, _shared, allowed, order
 from .terms import Own, exponents, seen, slope_of, steep_keys
 
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
+LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
+
 queries_of_program = _shared(walk.queries_of_program)
 queries_of_consumer = _shared(walk.queries_of_consumer)
 

@@ -166,6 +166,18 @@ def make_part_ring(
     return PartRing(tiles, rows, full, empty, SLOTS)
 
 
+@gluon.jit
+def pass_over(count, step, first, second):
+    """Let ``count`` tiles of both rings go by that this consumer does not need: the producer waits for every consumer."""
+    for _ in range(count):
+        first.arrived(step)
+        first.release(step)
+        second.arrived(step)
+        second.release(step)
+        step += 1
+    return step
+
+
 @gluon.constexpr_function
 def accumulator(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
