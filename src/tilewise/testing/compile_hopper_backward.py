@@ -94,7 +94,7 @@ def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool =
     v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
     do = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
-    ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
+    ds = torch.empty(bwd_launch.ds_shape(p, p.batch * p.heads_q), dtype=dtype)
     tensors = _operands(p) if p.operands else NO_TENSORS
     if isinstance(config, KeysConfig):
         name = "keeps" if keeps else "dkdv"

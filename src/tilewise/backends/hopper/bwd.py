@@ -21,9 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import LENGTHS, KeptDs, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
-from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, swizzled, zeros_like
-from .parts import ROWS, WARPS, wait
+from .bwd_parts import LENGTHS, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
+from .ds_tiles import KeptDs, make_ds_slots, store_all
+from .parts import ROWS, WARPS, each, wait
 from .terms import make_ramp
 
 
@@ -49,6 +50,9 @@ def _step(
     if keys.NEED_DK:
         dp = warpgroup_mma_wait(len(v) if keys.NEED_DV else 0, deps=(dp,))
         ds = product_with(words, dp, DTYPE)
+        if keys.KEEPS:  # noqa: SIM102 (both are constants, and only then there is the second)
+            if kept.EARLY:
+                kept.put(step, ds, m_block)
         ds_operand = operand(ds, dk)
         dk = outer(ds_operand, q, dk)
     if keys.NEED_DV:
@@ -58,8 +62,9 @@ def _step(
     if more:
         q_ring.arrived(step + 1)
     s_next = scores(k, q_ring.parts(step + 1), zeros, keys, own, ramp)
-    if keys.KEEPS:
-        kept.put(step, ds, m_block)
+    if keys.KEEPS:  # noqa: SIM102
+        if not kept.EARLY:
+            kept.put(step, ds, m_block)
     if keys.NEED_DK:
         ds_operand, dk = settled(len(k), ds_operand, dk)
     q_ring.release(step)
@@ -112,13 +117,13 @@ def _crowded_steps(
         do_ring.release(step)
         if keys.NEED_DK:
             ds = times(p16, dp, DTYPE)
+            if keys.KEEPS:
+                kept.put(step, ds, m_block)
             ds_operand = operand(ds, dk)
             dk = outer(ds_operand, q, dk)
         if place + 1 < own_hi:
             q_ring.arrived(step + 1)
         s_next = scores(k, q_ring.parts(step + 1), zeros, keys, own, ramp)
-        if keys.KEEPS:
-            kept.put(step, ds, m_block)
         if keys.NEED_DK:
             ds_operand, dk = settled(len(k), ds_operand, dk)
         q_ring.release(step)
@@ -129,7 +134,7 @@ def _crowded_steps(
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages, ramp
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_slots, ramp
 ):
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     batch, head_kv, start_n = keys.place()
@@ -147,10 +152,7 @@ def _consumer(
     wait(kv_full.index(1), 0)
     for member in range(keys.group):
         if keys.KEEPS:
-            head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
-            kept = KeptDs(ds_desc, stages, head, key_row, C)
-            # Tiles were passed over since the last copy, so this head may begin with the slot that it still reads.
-            tma.store_wait(0)
+            kept = KeptDs(ds_slots, member * (own_hi - own_lo) - own_lo, C, True)
         else:
             kept = key_row
         tiles = None
@@ -218,26 +220,22 @@ def _dkdv_kernel(
         seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
-        stages = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS * 2, ROWS, BLOCK_M], swizzled(BLOCK_M))
+        ds_slots = make_ds_slots(k_desc.dtype, BLOCK_M, CONSUMERS)
     else:
-        stages = kv_full
+        ds_slots = kv_full
     if RAMP:
         ramp = make_ramp(BLOCK_M, BLOCK_M, True)
         fence_async_shared()
     else:
         ramp = kv_full
-    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_desc, stages, ramp)
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_slots, ramp)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (feed_all, copies)],
-            [WARPS, 1],
-            [CONSUMER_REGISTERS, FEEDER_REGISTERS],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 3, "a program has two or three consumers")
-        gl.warp_specialize(
-            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (feed_all, copies)],
-            [WARPS, WARPS, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, FEEDER_REGISTERS],
-        )
+    gl.static_assert((CONSUMERS == 2) | (CONSUMERS == 3), "a program has two or three consumers")
+    gl.warp_specialize(
+        [(_consumer, (0,) + mine), (_consumer, (1,) + mine)]
+        + ([(_consumer, (2,) + mine)] if CONSUMERS == 3 else [])
+        + [(feed_all, copies)]
+        + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
+        each(CONSUMERS - 1, WARPS, 1 + KEEPS, 1),
+        each(CONSUMERS - 1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+    )

@@ -97,7 +97,7 @@ def _dkdv(
     width, width_v = columns(p.head_dim), columns(p.head_dim_v)
     k_block, v_block, rows = (1, 1, 64, width), (1, 1, 64, width_v), (1, config.block_m)
     # Where ds is not kept, the output dk stands in for it and is not touched.
-    kept = (1, 64, config.block_m) if keeps else k_block
+    kept = (1, config.block_m, 64) if keeps else k_block
     streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
     blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
     if config.p_slots:
@@ -145,6 +145,15 @@ def _dq(
 _dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_dkdv, _dq))
 
 
+def ds_shape(problem: Problem, heads: int) -> tuple[int, int, int]:
+    """Of a ds in memory for so many heads of queries: tiles of 64 keys by 64 queries, for each head and 64 keys in a row."""
+    return heads * -(-problem.seqlen_k // 64), padded_rows(problem), 64
+
+
+def _heads_of(problem: Problem, ds: torch.Tensor) -> int:
+    return ds.shape[0] // ds_shape(problem, 1)[0]
+
+
 @functools.lru_cache(maxsize=4096)
 def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> Plan:
     """For ``heads`` heads of queries from ``first`` on, counted over the batch."""
@@ -167,7 +176,7 @@ def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> 
         "enable_fp_fusion": True,
     }
     rows = (1, 1, 64, columns(p.head_dim))
-    return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
+    return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, config.block_m, 64), rows, rows), numbers, options)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -210,7 +219,7 @@ def launch_dkdv(
     tensors: Tensors = NO_TENSORS,
     table: BlockTable | None = None,
 ) -> Launch:
-    heads = problem.batch * problem.heads_kv if ds is None else ds.shape[0] // problem.group
+    heads = problem.batch * problem.heads_kv if ds is None else _heads_of(problem, ds) // problem.group
     each = _dkdv(problem, config, dk is not None, dv is not None, first, heads, ds is not None, tensors, table)
     outputs = (k if dk is None else dk, v if dv is None else dv)
     return each.launch(k, v, q, do, lse2, minus_delta, *outputs, outputs[0] if ds is None else ds)
@@ -235,7 +244,7 @@ def launch_dq(
 def launch_dq_kept(
     problem: Problem, config: KeptConfig, ds: torch.Tensor, k: torch.Tensor, dq: torch.Tensor, first: int = 0
 ) -> Launch:
-    return _kept_plan(problem, config, first, ds.shape[0]).launch(ds, k, dq)
+    return _kept_plan(problem, config, first, _heads_of(problem, ds)).launch(ds, k, dq)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +288,7 @@ def _call_of(
             (keys_plan(True, need_dv, first, count, True), _kept_plan(p, kept, first * p.group, count * p.group))
             for first in range(0, heads, count)
         )
-        return _Call(rows, chunks, None, (count * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)))
+        return _Call(rows, chunks, None, ds_shape(p, count * p.group))
     keys = ((keys_plan(need_dk, need_dv, 0, heads, False), None),) if need_dk or need_dv else ()
     return _Call(rows, keys, queries_plan() if need_dq else None, None)
 

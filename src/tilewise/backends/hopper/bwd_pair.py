@@ -14,9 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from .bwd_parts import LENGTHS, KeptDs, Keys, feed_all, publish, rounded, rows_of, scores, weights
+from .bwd_parts import LENGTHS, Keys, feed_all, publish, rounded, rows_of, scores, weights
 from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
-from .parts import ROWS, WARPS, arrive_warp, wait
+from .ds_tiles import KeptDs, make_ds_slots, store_all
+from .parts import ROWS, WARPS, arrive_warp, each, wait
 from .terms import make_ramp
 
 
@@ -129,7 +130,7 @@ def _value_group(keys, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ri
 
 
 @gluon.jit
-def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_desc, stages):
+def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring, sm_scale, ds_slots):
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     if keys.NEED_DK:
         batch, head_kv, start_n = keys.place()
@@ -151,8 +152,7 @@ def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring
         do_ring.release(0)
         for member in range(keys.group):
             if keys.KEEPS:
-                head = (batch * keys.heads_kv + head_kv - keys.head_first) * keys.group + member
-                kept = KeptDs(ds_desc, stages, head, start_n, 0)
+                kept = KeptDs(ds_slots, member * (hi - lo) - lo, 0, True)
             if keys.LISTED:
                 _, lo, hi = keys.listed(batch, head_kv * keys.group + member, start_n)
                 lo = hi * 0
@@ -160,6 +160,8 @@ def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring
                 p16 = p_ring.get(step, S_LAYOUT)
                 ds = (p16.to(gl.float32) * dp).to(v[0].dtype)
                 p_ring.release(step)
+                if keys.KEEPS:
+                    kept.put(step, ds, m_block)
                 ds_operand = operand(ds, dk)
                 dk = outer(ds_operand, q_ring.take(step), dk)
                 # The last one works on a slot that is being refilled, and nobody reads its result.
@@ -167,8 +169,6 @@ def _key_group(keys, dk_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, p_ring
                     do_ring.arrived(step + 1)
                 minus_delta = rows_of(do_ring, step + 1, S_LAYOUT)
                 dp_next = inner(v, do_ring.parts(step + 1), zeros + minus_delta[None, :], False)
-                if keys.KEEPS:
-                    kept.put(step, ds, m_block)
                 ds_operand, dk = settled(len(v), ds_operand, dk)
                 q_ring.release(step)
                 dp = warpgroup_mma_wait(0, deps=(dp_next,))
@@ -207,9 +207,9 @@ def _dkdv_pair_kernel(
         seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
     )  # fmt: skip
     if KEEPS:
-        stages = gl.allocate_shared_memory(k_desc.dtype, [2, ROWS, BLOCK_M], swizzled(BLOCK_M))
+        ds_slots = make_ds_slots(k_desc.dtype, BLOCK_M, 1)
     else:
-        stages = kv_full
+        ds_slots = kv_full
     if RAMP:
         ramp = make_ramp(BLOCK_M, BLOCK_M, True)
         fence_async_shared()
@@ -219,9 +219,10 @@ def _dkdv_pair_kernel(
     gl.warp_specialize(
         [
             (_value_group, (keys, dv_desc) + tiles + (qk_scale2, ramp)),
-            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_desc, stages)),
+            (_key_group, (keys, dk_desc) + tiles + (sm_scale, ds_slots)),
             (feed_all, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc) + tiles[:5]),
-        ],
-        [WARPS, 1],
-        [CONSUMER_REGISTERS, FEEDER_REGISTERS],
+        ]
+        + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
+        each(1, WARPS, 1 + KEEPS, 1),
+        each(1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
     )

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from .. import walk
 from .chunks import inner
@@ -283,24 +283,3 @@ def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_til
             do_ring.fill(do_desc, batch, head, row, step, delta_desc, keys.rows_head(batch, head))
             q_ring.fill(q_desc, batch, head, row, step, lse2_desc, keys.rows_head(batch, head))
             step += 1
-
-
-@gluon.aggregate
-class KeptDs:
-    """The way of ds^T to memory: [heads of the launch, keys, queries]."""
-
-    desc: tma.tensor_descriptor
-    stages: gl.shared_memory_descriptor  # [consumers * 2, ROWS keys, BLOCK_M queries]
-    head: gl.tensor
-    key_row: gl.tensor
-    C: gl.constexpr
-
-    @gluon.jit
-    def put(self, step, ds, m_block):
-        """Start the copy of ds^T [ROWS, BLOCK_M] of one tile of queries; the copy of the step before may still read its slot."""
-        stage = self.stages.index(self.C * 2 + (step & 1))
-        tma.store_wait(1)
-        stage.store(ds)
-        fence_async_shared()
-        box = stage.reshape([1, ROWS, ds.shape[1]])
-        tma.async_store(self.desc, [self.head, self.key_row, m_block * ds.shape[1]], box)
