@@ -19,7 +19,7 @@ from .bwd_parts import publish
 from .parts import ROWS, WARPS, arrive_warp, wait
 
 DS_SLOTS = gl.constexpr(2)  # of each consumer, where ds is kept
-_TILE_BYTES = gl.constexpr(ROWS.value * ROWS.value * 2)
+_TILE_BYTES = 64 * 64 * 2
 
 _BLOCKS = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], [0, 8], [0, 16], [0, 32], [16, 0], [32, 0]]
 # The layouts of one tile, and of two for 128 keys one after another: [keys, queries].
@@ -43,12 +43,12 @@ def _put_text(inputs, apart):
 
 @gluon.constexpr_function
 def _put_in_a_row(outputs, inputs):
-    return _put_text(inputs, _TILE_BYTES.value)
+    return _put_text(inputs, _TILE_BYTES)
 
 
 @gluon.constexpr_function
 def _put_apart(outputs, inputs):
-    return _put_text(inputs, 2 * _TILE_BYTES.value)
+    return _put_text(inputs, 2 * _TILE_BYTES)
 
 
 @gluon.jit
