@@ -88,9 +88,14 @@ def _dims(report):
     return pair if pair[0] != pair[1] else pair[0]
 
 
+def _table_key(report):
+    """The key of a report's config in its table: that of "adds" knows whether there is an upper bound."""
+    return (_dims(report), report["mask"] == "causal") if report["kernel"] == "adds" else _dims(report)
+
+
 def _place(report):
     """Place of a report's config among the configs of its head dims; the first's if it is none of them."""
-    table = TABLES[report["kernel"]][_dims(report)]
+    table = TABLES[report["kernel"]][_table_key(report)]
     configs = [list(vars(config).values()) for config in table]
     return configs.index(report["config"]) if report["config"] in configs else 0
 
