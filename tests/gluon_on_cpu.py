@@ -315,7 +315,8 @@ def install():
     import triton  # noqa: F401  (the package itself stays)
 
     language, hopper = types.ModuleType("language"), types.ModuleType("hopper")
-    for name in ("NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout", "SliceLayout", "DotOperandLayout", "tensor", "distributed_type"):
+    layouts = ("NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout", "SliceLayout", "DotOperandLayout")
+    for name in (*layouts, "tensor", "distributed_type"):
         setattr(language, name, type(name, (Layout,), {}))
     vars(language).update(
         shared_memory_descriptor=Memory, constexpr=lambda value: value, allocate_shared_memory=_allocate, load=_load,

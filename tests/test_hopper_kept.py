@@ -20,7 +20,6 @@ from tilewise.configs.hopper_backward import (
     MOST_COPIES,
     KeptConfig,
     heads_kept,
-    lookup_dkdv,
     padded_rows,
     shared_memory,
 )

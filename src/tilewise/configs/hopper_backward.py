@@ -168,8 +168,8 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, False): (),
     (192, True): (),
 }
-# Where the kernel that adds dq up in memory was faster by 3 % with everything included: classes of the number of keys. An empty class
-# switches it off, whatever a call asks for.
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included: classes of the number of keys. An empty
+# class switches it off, whatever a call asks for.
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, False): ("short", "medium", "long"),
     (64, True): ("short", "medium", "long"),

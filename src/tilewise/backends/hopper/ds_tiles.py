@@ -1,7 +1,7 @@
 """ds^T on its way out of the registers of a consumer: to memory, by the storer, or to the warpgroup that adds dq up.
 
-A tile is 64 keys by 64 queries: 64 blocks of 8 x 8 numbers, 128 bytes each, in the order in which an accumulator has them. So a warp
-writes its part with four instructions at fixed distances, without a bank conflict, and no warp waits for another. The tensor
+A tile is 64 keys by 64 queries: 64 blocks of 8 x 8 numbers, 128 bytes each, in the order in which an accumulator has them. So a
+warp writes its part with four instructions at fixed distances, without a bank conflict, and no warp waits for another. The tensor
 cores read such blocks as they are (``BLOCKS``), a copy of them is linear, and in memory a tile is 8 KB in a row.
 
 What is written like this is seen by copies and products after a fence. It stands behind the barrier, with those who read: it takes
