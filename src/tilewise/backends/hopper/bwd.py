@@ -117,13 +117,13 @@ def _crowded_steps(
         do_ring.release(step)
         if keys.NEED_DK:
             ds = times(p16, dp, DTYPE)
-            if keys.KEEPS:
-                kept.put(step, ds, m_block)
             ds_operand = operand(ds, dk)
             dk = outer(ds_operand, q, dk)
         if place + 1 < own_hi:
             q_ring.arrived(step + 1)
         s_next = scores(k, q_ring.parts(step + 1), zeros, keys, own, ramp)
+        if keys.KEEPS:
+            kept.put(step, ds, m_block)
         if keys.NEED_DK:
             ds_operand, dk = settled(len(k), ds_operand, dk)
         q_ring.release(step)
