@@ -230,12 +230,18 @@ def _dkdv_kernel(
         ramp = kv_full
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, qk_scale2, sm_scale, ds_slots, ramp)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
-    gl.static_assert((CONSUMERS == 2) | (CONSUMERS == 3), "a program has two or three consumers")
-    gl.warp_specialize(
-        [(_consumer, (0,) + mine), (_consumer, (1,) + mine)]
-        + ([(_consumer, (2,) + mine)] if CONSUMERS == 3 else [])
-        + [(feed_all, copies)]
-        + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
-        each(CONSUMERS - 1, WARPS, 1 + KEEPS, 1),
-        each(CONSUMERS - 1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (feed_all, copies)]
+            + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
+            each(1, WARPS, 1 + KEEPS, 1),
+            each(1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3, "a program has two or three consumers")
+        gl.warp_specialize(
+            [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (feed_all, copies)]
+            + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
+            each(2, WARPS, 1 + KEEPS, 1),
+            each(2, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+        )
