@@ -20,7 +20,7 @@ from ..arch import Runtime, runtime
 from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig, columns
 from ..problem import Problem
 from ..spec import NO_TENSORS
-from .compile_only import _assemble, _operands, _table, use_target
+from .compile_only import _operands, _table, compiled_of, use_target
 
 __all__ = ["MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
 
@@ -90,8 +90,7 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     tensors = _operands(p) if p.operands else NO_TENSORS
     table = _table(p, tensors, config.block_m, config.block_n, False)
     launch = hopper.launches_fwd(p, config, q, k, v, o, lse, tensors, table)[FORMS[config.guarded].index(form)]
-    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    log, sass = _assemble(compiled, "sm_90")
+    compiled, log, sass = compiled_of(launch, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     body = main_loop(sass, (p.head_dim + config.block_n * (p.head_dim_v // columns(p.head_dim_v))) // 16)
     return KernelReport(

@@ -35,7 +35,7 @@ from ..configs.hopper_backward import (
 from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_hopper import loops
-from .compile_only import _assemble, _operands, _table, use_target
+from .compile_only import _operands, _table, compiled_of, use_target
 
 __all__ = ["MASKS", "BackwardReport", "compile_backward", "problems", "words"]
 
@@ -110,8 +110,7 @@ def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool =
     else:
         table = _table(p, tensors, config.block_m, config.block_n, False)
         name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, v, do, rows, rows, q, tensors, table)
-    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    log, sass = _assemble(compiled, "sm_90")
+    compiled, log, sass = compiled_of(launch, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     groups, products = _products(p, config)
     found = sorted(loops(sass, products), key=len)

@@ -61,7 +61,8 @@ def quicken() -> bool:
         from triton.runtime import interpreter
     except ImportError:
         return False
-    if not triton.knobs.runtime.interpret or not hasattr(interpreter, "_LangPatchScope") or not hasattr(interpreter, "_patch_lang"):
+    known = all(hasattr(interpreter, name) for name in ("_LangPatchScope", "_patch_lang", "_get_np_dtype"))
+    if not known or not triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     if not isinstance(interpreter._patch_lang, _Once):
         interpreter._patch_lang = _Once(interpreter._patch_lang, (interpreter.tl, interpreter.tl.core))
