@@ -137,11 +137,12 @@ def words(dims: Dims) -> str:
     return dims_text((dims if isinstance(dims, tuple) else (dims, dims),))
 
 
-def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
+def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
 
-    ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: where two masks are known, only that whose
+    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is not
     full.
     """
     for dims in head_dims:
@@ -158,10 +159,12 @@ def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem,
                         continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
+                    if covering and mask == "full" and (place or keeps or adding):
+                        continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
+                        if dtype == "float16" and (place or keeps or mask != ("tail" if adding and covering else "full" if adding else "causal")) and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
@@ -171,10 +174,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
+    parser.add_argument("--covering", action="store_true", help="one mask alone where a config knows two")
     options = parser.parse_args()
     use_target("sm_90")
     known = {words(dims): dims for dims in DKDV}
-    for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every):
+    for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every, options.covering):
         print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

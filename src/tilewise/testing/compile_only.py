@@ -335,13 +335,24 @@ def compiled_of(launch: Any, arch: str) -> tuple[Any, str, str]:
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     if ARCHS[arch].kind == "hip":
         return compiled, "", ""
-    if "Used" not in told.getvalue():
-        return compiled, *_assemble(compiled, arch)
+    if compiled.hash in _accounts:
+        return compiled, *_accounts[compiled.hash]
+    _accounts[compiled.hash] = _account(compiled, arch, told.getvalue())
+    return compiled, *_accounts[compiled.hash]
+
+
+_accounts: dict[str, tuple[str, str]] = {}  # of this process, by hash: problems share kernels
+
+
+def _account(compiled: Any, arch: str, told: str) -> tuple[str, str]:
+    """What ptxas said of a compiled kernel, and its disassembly; ``told``: what Triton printed."""
+    if "Used" not in told:
+        return _assemble(compiled, arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = os.path.join(folder, "k.cubin")
         with open(cubin, "wb") as file:
             file.write(compiled.asm["cubin"])
-        return compiled, told.getvalue(), _listing(cubin)
+        return told, _listing(cubin)
 
 
 def _listing(cubin: str) -> str:
