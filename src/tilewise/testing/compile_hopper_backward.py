@@ -141,9 +141,9 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
 
-    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: where two masks are known, only that whose
-    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is not
-    full.
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: of two masks that are known only that whose
+    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is
+    not full.
     """
     for dims in head_dims:
         tables = [(DKDV[dims], False), (DQ[dims], False), (DKDV[dims], True), (KEPT[dims], True)]
@@ -155,6 +155,7 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                     continue
                 for mask, bounds in MASKS.items():
                     adding = isinstance(config, AddingConfig)
+                    in_float16 = "causal" if not adding else "tail" if covering else "full"
                     if adding and mask not in ("full", "tail"):
                         continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
@@ -164,7 +165,7 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != ("tail" if adding and covering else "full" if adding else "causal")) and not every:
+                        if dtype == "float16" and (place or keeps or mask != in_float16) and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
