@@ -34,6 +34,7 @@ __all__ = [
     "origin",
     "padded_rows",
     "shared_memory",
+    "takes_adding",
 ]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
@@ -281,6 +282,15 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
     return (own and own.config.queries) or DQ[dims_of(p)][place]
 
 
+def takes_adding(problem: Problem) -> bool:
+    """Can the kernel that adds dq up in memory do this? float16 at head_dim 128 is left out: with a mask its products would be
+    serialised, a register short."""
+    p = problem
+    _, _, has_upper, has_lower = p.bounds
+    known = (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
+    return known and (p.head_dim < 128 or p.dtype == "bfloat16")
+
+
 def adds(problem: Problem, config: AddingConfig) -> bool:
     """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
     programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
@@ -290,12 +300,10 @@ def adds(problem: Problem, config: AddingConfig) -> bool:
 def lookup_adding(problem: Problem) -> AddingConfig | None:
     """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
     only they can do it."""
-    p = problem
-    _, _, has_upper, has_lower = p.bounds
-    if (p.head_dim, has_upper) not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or has_lower:
+    if not takes_adding(problem):
         return None
-    config = ADDING[p.head_dim, has_upper][0]
-    return config if adds(p, config) else None
+    config = ADDING[problem.head_dim, problem.bounds[2]][0]
+    return config if adds(problem, config) else None
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
