@@ -1,0 +1,89 @@
+"""Tile sizes and launch parameters of the ``hopper`` backend's kernels with an additive bias, by head_dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem import Problem
+from .hopper import HopperConfig
+from .hopper_backward import KeysConfig, QueriesConfig
+
+__all__ = ["DBIAS", "DKDV", "DQ", "FWD", "TileConfig", "illegal", "shared_memory"]
+
+_BARRIERS = 1024  # bytes set aside for barriers and alignment
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """The kernel that holds a tile of the bias, ``block_m`` queries (64 for each consumer) by ``block_n`` keys, and makes its
+    gradient. ``stages`` slots of what a head brings, ``bias_slots`` of tiles of the bias."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    bias_slots: int
+    consumer_registers: int
+    producer_registers: int
+
+
+# The first of each is the default; the others are there to be timed.
+FWD: dict[int, tuple[HopperConfig, ...]] = {
+    64: (
+        HopperConfig(256, 64, 3, 1, False, True),
+        HopperConfig(256, 64, 4, 1, False, False),
+        HopperConfig(192, 64, 4, 1, True, True),
+        HopperConfig(192, 64, 4, 1, False, True),
+        HopperConfig(128, 128, 3, 1, True, True),
+        HopperConfig(128, 64, 5, 2, True, True),
+    ),
+    128: (
+        HopperConfig(128, 64, 4, 1, True, True),
+        HopperConfig(128, 128, 2, 1, True, True),
+        HopperConfig(128, 64, 4, 1, True, False),
+    ),
+}
+DKDV: dict[int, tuple[KeysConfig, ...]] = {
+    64: (KeysConfig(64, 128, 4, 240, 24), KeysConfig(64, 192, 4, 160, 32), KeysConfig(64, 128, 3, 240, 24)),
+    128: (KeysConfig(64, 128, 3, 240, 24), KeysConfig(64, 128, 2, 240, 24)),
+}
+DQ: dict[int, tuple[QueriesConfig, ...]] = {
+    64: (
+        QueriesConfig(192, 64, 4, 4, False, 160, 32),
+        QueriesConfig(128, 128, 2, 2, False, 240, 24),
+        QueriesConfig(128, 64, 4, 4, False, 240, 24),
+    ),
+    128: (QueriesConfig(128, 64, 3, 2, False, 240, 24), QueriesConfig(128, 64, 2, 2, False, 240, 24)),
+}
+DBIAS: dict[int, tuple[TileConfig, ...]] = {
+    64: (
+        TileConfig(128, 128, 2, 2, 240, 24),
+        TileConfig(128, 64, 4, 1, 240, 24),
+        TileConfig(192, 64, 3, 1, 160, 32),
+        TileConfig(192, 64, 2, 2, 160, 32),
+    ),
+    128: (TileConfig(128, 64, 2, 1, 240, 24),),
+}
+
+
+def shared_memory(problem: Problem, config: HopperConfig | KeysConfig | QueriesConfig | TileConfig) -> int:
+    """Bytes of shared memory that this config needs at most."""
+    row, item = problem.head_dim * problem.itemsize, problem.itemsize
+    if isinstance(config, HopperConfig):
+        slot = config.block_n * (2 * row + config.block_m * item)
+        return config.q_slots * config.block_m * row + config.stages * slot + _BARRIERS
+    if isinstance(config, KeysConfig):
+        slot = config.block_m * (2 * row + 12 + config.block_n * item)
+        return 2 * config.block_n * row + config.stages * slot + _BARRIERS
+    if isinstance(config, QueriesConfig):
+        keys = config.block_n * (config.k_stages * (row + config.block_m * item) + config.v_stages * row)
+        return 2 * config.block_m * row + keys + _BARRIERS
+    visit = 2 * row * (config.block_m + config.block_n) + 12 * config.block_m
+    return config.stages * visit + config.bias_slots * config.block_m * config.block_n * item + _BARRIERS
+
+
+def illegal(problem: Problem, config: HopperConfig | KeysConfig | QueriesConfig | TileConfig) -> str | None:
+    """Why this config may not run this problem; None if it may."""
+    need = shared_memory(problem, config)
+    if need > problem.arch.shared_memory:
+        return f"it needs {need} bytes of shared memory, {problem.arch.name} has {problem.arch.shared_memory}"
+    return None
