@@ -33,7 +33,9 @@ FWD: dict[int, tuple[HopperConfig, ...]] = {
         HopperConfig(256, 64, 4, 1, False, False),
         HopperConfig(192, 64, 4, 1, True, True),
         HopperConfig(192, 64, 4, 1, False, True),
+        HopperConfig(192, 128, 2, 1, False, True),
         HopperConfig(128, 128, 3, 1, True, True),
+        HopperConfig(128, 128, 3, 1, False, True),
         HopperConfig(128, 64, 5, 2, True, True),
     ),
     128: (
