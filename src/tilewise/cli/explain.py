@@ -99,8 +99,8 @@ def work(problem: Problem) -> list[Work]:
     lse = p.batch * p.heads_q * p.seqlen_q * (8 if p.dtype == "float64" else 4)
     out = [Work("forward", 2 * seen * (d + dv), q + k + v + o + lse)]
     if p.grad:
-        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}[letter] for letter in p.grad)
-        written = sum({"q": q, "k": k, "v": v}[letter] for letter in p.grad)
+        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}.get(letter, 0) for letter in p.grad)
+        written = sum({"q": q, "k": k, "v": v}.get(letter, 0) for letter in p.grad)
         out.append(Work("backward", 2 * seen * columns, q + k + v + 2 * o + lse + written))
     return out
 
@@ -167,6 +167,8 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 def _hopper_passes(problem: Problem) -> list[_Pass]:
     from ..configs import hopper, hopper_backward
 
+    if "bias" in problem.spec.steps:
+        return _bias_passes(problem)
     config = hopper.lookup(problem)
     forms = ", ".join([f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n))])
     out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), forms, hopper.origin(problem))]
@@ -183,6 +185,16 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
             stages = f"{queries.k_stages} stages of k, {queries.v_stages} of v"
             out.append(_Pass("backward dq", TilePlan(problem, queries.block_m, queries.block_n), stages, source))
     return out
+
+
+def _bias_passes(problem: Problem) -> list[_Pass]:
+    from ..configs.hopper_bias import DBIAS, DKDV, DQ, FWD
+    from ..configs.records import BUILT_IN
+
+    named = [("forward", FWD, True), ("backward dk, dv", DKDV, bool(set(problem.grad) & set("kv")))]
+    named += [("backward dq", DQ, "q" in problem.grad), ("backward dbias", DBIAS, "b" in problem.grad)]
+    chosen = [(name, table[problem.head_dim][0]) for name, table, wanted in named if wanted]
+    return [_Pass(name, TilePlan(problem, c.block_m, c.block_n), "tiles of the bias beside them", BUILT_IN) for name, c in chosen]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from ..launching import Plan
 from . import bias_dkdv, bias_dq, bias_fwd, bias_rows, dbias
 from .common import longest, plan, together
 
-__all__ = ["backward_with_bias", "dbias_plan", "dkdv_plan", "dq_plan", "fwd_plan", "rows_plan"]
+__all__ = ["backward_with_bias", "dbias_plan", "dkdv_plan", "dq_plan", "fwd_plan", "picked_fwd", "rows_plan"]
 
 
 def _of_bias(problem: Problem) -> dict[str, Any]:
@@ -34,8 +34,7 @@ def _together(problem: Problem, heads: int, bytes_a_head: int) -> int:
     sharing = heads if by["BY_BATCH"] else problem.batch
     if by["BY_BATCH"] and by["BY_HEAD"]:
         sharing = 1
-    most = together(sharing, 1, bytes_a_head)
-    return most
+    return together(sharing, 1, bytes_a_head)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,6 +69,13 @@ def fwd_plan(problem: Problem, config: HopperConfig) -> Plan:
     programs = min(tiles, p.arch.multiprocessors) if config.dynamic else tiles
     queries, keys, scores = (1, 1, 64, p.head_dim), (1, 1, config.block_n, p.head_dim), (1, 1, 64, config.block_n)
     return plan(bias_fwd._fwd_bias_kernel, programs, (queries, keys, keys, queries, scores), numbers, options)
+
+
+@functools.lru_cache(maxsize=4096)
+def picked_fwd(problem: Problem) -> tuple[Plan, bool]:
+    """The plan of a forward pass, and whether it counts its tiles."""
+    config = FWD[problem.head_dim][0]
+    return fwd_plan(problem, config), config.dynamic
 
 
 @functools.lru_cache(maxsize=4096)

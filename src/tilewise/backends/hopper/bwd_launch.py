@@ -29,6 +29,7 @@ from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
 from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from .bias_launch import backward_with_bias
 from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
@@ -324,6 +325,9 @@ def backward(
     """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
     then no gradient is added up in memory."""
     p = problem
+    if tensors.bias is not None and kept_rows is not None:
+        backward_with_bias(p, do, dlse, q, k, v, o, kept_rows, dq, dk, dv, tensors.bias, grads.bias)
+        return
     if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
         adding = adding_of(p)
         if adding is not None:
