@@ -14,6 +14,7 @@ import torch
 CASES = [  # batch, heads, key heads, queries, keys; mask; dtype; dims of the bias; what is in it
     ((2, 2, 1, 150, 200), "full", "bfloat16", "1hqk", "normal"),
     ((2, 2, 2, 200, 136), "causal", "float16", "bhqk", "hidden"),
+    ((4, 2, 1, 200, 136), "causal", "bfloat16", "1hqk", "hidden"),
     ((2, 2, 1, 130, 257), "upper:20,lower:90", "bfloat16", "b1qk", "hidden"),
     ((3, 2, 2, 70, 300), "full", "bfloat16", "11qk", "lowest"),
     ((1, 2, 1, 300, 130), "causal", "bfloat16", "1hqk", "far"),
@@ -44,11 +45,13 @@ def bias_of(dims, shape, dtype, kind, generator):
     return bias.to(dtype)
 
 
-def compare(head_dim, case, configs, copied=True):
-    """The relative error of each output and gradient that these configs (forward, dk and dv, dq, dbias) give."""
+def compare(head_dim, case, configs):
+    """The relative error of each output and gradient that these configs give: of the forward pass, dk and dv, dq, dbias, and dq with
+    dbias. That of lse is the largest of any row, a hundredfold."""
     from tilewise.arch import ARCHS
     from tilewise.backends.hopper import bias_launch
     from tilewise.configs.hopper_backward import padded_rows
+    from tilewise.configs.hopper_bias import members
     from tilewise.problem import Problem
     from tilewise.reference import backward, reference
     from tilewise.spec import Spec, Tensors
@@ -65,7 +68,8 @@ def compare(head_dim, case, configs, copied=True):
     tensors = Tensors(bias=bias)
     problem = dataclasses.replace(Problem.bind(q, k, v, spec, None, tensors=tensors), grad="qkvb", arch=ARCHS["sm_90"])
     o64, lse64 = reference(q, k, v, spec)
-    truth = {"o": o64, "lse": lse64} | {f"d{n}": torch.empty_like(t, dtype=torch.float64) for n, t in zip("qkvb", (q, k, v, bias), strict=True)}
+    truth = {"o": o64, "lse": lse64}
+    truth |= {name: torch.empty_like(t, dtype=torch.float64) for name, t in (("dq", q), ("dk", k), ("dv", v), ("db", bias))}
     grads = Tensors(bias=truth["db"])
     backward(problem, do, dlse.double(), q, k, v, o64, lse64, truth["dq"], truth["dk"], truth["dv"], tensors, None, grads)
 
@@ -77,12 +81,17 @@ def compare(head_dim, case, configs, copied=True):
     of_rows = torch.stack([torch.full((batch * heads_q, padded_rows(problem)), x) for x in (math.inf, 0.0, 0.0)])
     empty = rows[..., 0].isneginf()
     delta = (made["o"].float() * do.float()).sum(-1) - dlse
-    for number, values, other in zip(of_rows, (rows[..., 0], rows[..., 1] / math.log(2), -delta), (math.inf, 0.0, 0.0), strict=True):
+    whole = (rows[..., 0], math.inf), (rows[..., 1] / math.log(2), 0.0), (-delta, 0.0)
+    for number, (values, other) in zip(of_rows, whole, strict=True):
         number.view(batch, heads_q, -1)[..., :queries] = torch.where(empty, other, values)
     inputs = (q, k, v, do)
     bias_launch.dkdv_plan(problem, configs[1], True, True).launch(k, v, q, do, bias, *of_rows, made["dk"], made["dv"]).run()
     bias_launch.dq_plan(problem, configs[2]).launch(*inputs, bias, made["dq"], *of_rows).run()
     bias_launch.dbias_plan(problem, configs[3]).launch(*inputs, bias, *of_rows, made["db"]).run()
+    if configs[4] is not None and members(problem) > 1:
+        truth |= {"dq shared": truth["dq"], "db shared": truth["db"]}
+        made |= {name: torch.full_like(made[name[:2]], math.nan) for name in ("dq shared", "db shared")}
+        bias_launch.shared_plan(problem, configs[4]).launch(*inputs, bias, made["dq shared"], made["db shared"], *of_rows).run()
     found = {}
     for name, t in made.items():
         want = truth[name]
@@ -90,7 +99,10 @@ def compare(head_dim, case, configs, copied=True):
             found[name] = math.inf
             continue
         want, t = want.masked_fill(want.isneginf(), 0.0), t.double().masked_fill(want.isneginf(), 0.0)
-        error = (t - want).norm() / want.norm().clamp_min(1e-6)
+        if name == "lse":
+            error = ((t - want).abs() / (1 + want.abs())).max() * 100
+        else:
+            error = (t - want).norm() / want.norm().clamp_min(1e-6)
         found[name] = error.item() if error == error else math.inf
     return found
 
@@ -98,10 +110,10 @@ def compare(head_dim, case, configs, copied=True):
 def compare_all(arguments, cases=None):
     """Every config of these head dims, after ``install``."""
     torch.set_num_threads(1)
-    from tilewise.configs.hopper_bias import DBIAS, DKDV, DQ, FWD
+    from tilewise.configs.hopper_bias import DBIAS, DKDV, DQ, FWD, SHARED
 
     for dims in arguments:
-        tables = [table[int(dims)] for table in (FWD, DKDV, DQ, DBIAS)]
+        tables = [table[int(dims)] for table in (FWD, DKDV, DQ, DBIAS)] + [SHARED.get(int(dims), (None,))]
         for i in range(max(map(len, tables))):
             configs = [table[i % len(table)] for table in tables]
             for case in cases or CASES:

@@ -8,7 +8,7 @@ from ..problem import Problem
 from .hopper import HopperConfig
 from .hopper_backward import KeysConfig, QueriesConfig
 
-__all__ = ["DBIAS", "DKDV", "DQ", "FWD", "TileConfig", "illegal", "shared_memory"]
+__all__ = ["DBIAS", "DKDV", "DQ", "FWD", "TileConfig", "SHARED", "illegal", "shared_config", "shared_memory"]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
 
@@ -66,6 +66,23 @@ DBIAS: dict[int, tuple[TileConfig, ...]] = {
     128: (TileConfig(128, 64, 2, 1, 240, 24),),
 }
 
+MEMBERS = 4  # sequences that one program can hold
+# Where sequences share a bias of each head, and one kernel makes dq and the gradient of the bias; ``stages`` slots of keys and values.
+SHARED: dict[int, tuple[TileConfig, ...]] = {64: (TileConfig(128, 32, 6, 2, 240, 24), TileConfig(128, 32, 4, 2, 240, 24))}
+
+
+def members(problem: Problem) -> int:
+    """How many sequences share the bias, if a program can hold them all; 0 if not."""
+    p, bias = problem, problem.operand("bias")
+    if bias is None or p.head_dim not in SHARED or p.batch > MEMBERS or not (bias.has("h") or p.heads_q == 1):
+        return 0
+    return 0 if bias.has("b") and p.batch > 1 else p.batch
+
+
+def shared_config(problem: Problem) -> TileConfig | None:
+    """The config of the kernel that makes dq and the gradient of the bias; None where there are two."""
+    return SHARED[problem.head_dim][0] if {"q", "b"} <= set(problem.grad) and members(problem) > 1 else None
+
 
 def shared_memory(problem: Problem, config: HopperConfig | KeysConfig | QueriesConfig | TileConfig) -> int:
     """Bytes of shared memory that this config needs at most."""
@@ -79,6 +96,10 @@ def shared_memory(problem: Problem, config: HopperConfig | KeysConfig | QueriesC
     if isinstance(config, QueriesConfig):
         keys = config.block_n * (config.k_stages * (row + config.block_m * item) + config.v_stages * row)
         return 2 * config.block_m * row + keys + _BARRIERS
+    if config in SHARED.get(problem.head_dim, ()):
+        resident = members(problem) * config.block_m * (2 * row + 12)
+        streamed = config.stages * config.block_n * 2 * row
+        return resident + streamed + (config.bias_slots + 2) * config.block_m * config.block_n * item + _BARRIERS
     visit = 2 * row * (config.block_m + config.block_n) + 12 * config.block_m
     return config.stages * visit + config.bias_slots * config.block_m * config.block_n * item + _BARRIERS
 

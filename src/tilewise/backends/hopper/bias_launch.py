@@ -9,10 +9,10 @@ import torch
 
 from ...configs.hopper import HopperConfig
 from ...configs.hopper_backward import KeysConfig, QueriesConfig, padded_rows
-from ...configs.hopper_bias import DBIAS, DKDV, DQ, FWD, TileConfig
+from ...configs.hopper_bias import DBIAS, DKDV, DQ, FWD, TileConfig, members, shared_config
 from ...problem import Problem
 from ..launching import Plan
-from . import bias_dkdv, bias_dq, bias_fwd, bias_rows, dbias
+from . import bias_dkdv, bias_dq, bias_fwd, bias_rows, bias_shared, dbias
 from .common import longest, plan, together
 
 __all__ = ["backward_with_bias", "dbias_plan", "dkdv_plan", "dq_plan", "fwd_plan", "picked_fwd", "rows_plan"]
@@ -179,6 +179,32 @@ def dbias_plan(problem: Problem, config: TileConfig) -> Plan:
     return plan(dbias._dbias_kernel, min(tiles, p.arch.multiprocessors), blocks, numbers, options)
 
 
+@functools.lru_cache(maxsize=4096)
+def shared_plan(problem: Problem, config: TileConfig) -> Plan:
+    """Tensors: q, k, v, do, bias, dq, dbias, references, sums, -delta."""
+    p = problem
+    upper, lower, _, _ = p.bounds
+    m_blocks, n_blocks = -(-p.seqlen_q // config.block_m), -(-p.seqlen_k // config.block_n)
+    numbers = (p.sm_scale, p.heads_q, p.group, p.seqlen_q, p.seqlen_k, p.q_start, upper, lower, m_blocks, n_blocks)
+    options = {
+        **_bounds(p, config.block_n),
+        "LONGEST": longest(p, keys=False),
+        "MEMBERS": members(p),
+        "HEAD_DIM": p.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "BIAS_SLOTS": config.bias_slots,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    queries, keys, scores = (1, 1, 64, p.head_dim), (1, 1, config.block_n, p.head_dim), (1, 1, 64, config.block_n)
+    blocks = (queries, keys, keys, queries, scores, queries, scores, (1, 64), (1, 64), (1, 64))
+    return plan(bias_shared._dq_dbias_kernel, m_blocks * p.heads_q, blocks, numbers, options)
+
+
 def _copyable(t: torch.Tensor) -> torch.Tensor:
     """An empty tensor of this shape whose rows a bulk copy can write; the tensor itself if that is one."""
     batch, heads, rows, columns = t.shape
@@ -213,6 +239,13 @@ def backward_with_bias(
         outputs = k if dk is None else dk, v if dv is None else dv
         each = dkdv_plan(p, DKDV[p.head_dim][0], dk is not None, dv is not None)
         each.run(k, v, q, do, bias, m, log_l, minus_delta, *outputs)
+    shared = shared_config(p) if dq is not None and grad is not None else None
+    if dq is not None and grad is not None and shared is not None:
+        made = _copyable(grad)
+        shared_plan(p, shared).run(q, k, v, do, bias, dq, made, m, log_l, minus_delta)
+        if made is not grad:
+            grad.copy_(made)
+        return
     if dq is not None:
         dq_plan(p, DQ[p.head_dim][0]).run(q, k, v, do, bias, dq, m, log_l, minus_delta)
     if grad is not None:

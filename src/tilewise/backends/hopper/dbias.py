@@ -128,6 +128,14 @@ def _producer(work, group, n_blocks, tiles, bias, biases, visits, q_desc, k_desc
 
 
 @gluon.jit
+def _give_back(biases, turn):
+    """The gradient of tile number ``turn`` has left its slot, if there was such a tile."""
+    tma.store_wait(0)
+    if turn >= 0:
+        mbarrier.arrive(biases.empty.index(turn % biases.SLOTS), count=1)
+
+
+@gluon.jit
 def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbias_desc, sm_scale):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
     own = Own(None, None, None, None, None)
@@ -147,7 +155,7 @@ def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbia
         total = gl.zeros([ROWS, work.BLOCK_N], gl.float32, S_LAYOUT)
         tile = bias.tile(turn, C)
         wait(biases.full.index(turn % biases.SLOTS), (turn // biases.SLOTS) & 1)
-        for _visit in range(count):
+        for visit in range(count):
             slot = step % visits.SLOTS
             wait(visits.full.index(slot), (step // visits.SLOTS) & 1)
             at = slot * visits.CONSUMERS + C
@@ -162,13 +170,20 @@ def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbia
             arrive_warp(visits.empty.index(slot))
             total = gl.fma(p, dp, total)
             step += 1
+            if biases.SLOTS > 1:  # not at once: the copy of the last tile has had the time of a visit
+                if visit == 0:
+                    _give_back(biases, turn - 1)
+        if biases.SLOTS > 1:  # noqa: SIM102
+            if count == 0:
+                _give_back(biases, turn - 1)
         tile.store(total.to(dbias_desc.dtype))
         fence_async_shared()
         box = tile.reshape([1, 1, ROWS, work.BLOCK_N])
         tma.async_store(dbias_desc, [batch, head, start_row, n_block * work.BLOCK_N], box)
-        tma.store_wait(0)
-        mbarrier.arrive(biases.empty.index(turn % biases.SLOTS), count=1)
+        if biases.SLOTS == 1:
+            _give_back(biases, turn)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
