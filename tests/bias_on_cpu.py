@@ -107,14 +107,14 @@ def compare(head_dim, case, configs):
     return found
 
 
-def compare_all(arguments, cases=None):
-    """Every config of these head dims, after ``install``."""
+def compare_all(arguments, cases=None, most=100):
+    """Every config of these head dims, or as many of each table as ``most``, after ``install``."""
     torch.set_num_threads(1)
     from tilewise.configs.hopper_bias import DBIAS, DKDV, DQ, FWD, SHARED
 
     for dims in arguments:
         tables = [table[int(dims)] for table in (FWD, DKDV, DQ, DBIAS)] + [SHARED.get(int(dims), (None,))]
-        for i in range(max(map(len, tables))):
+        for i in range(min(most, max(map(len, tables)))):
             configs = [table[i % len(table)] for table in tables]
             for case in cases or CASES:
                 found = compare(int(dims), case, configs)
