@@ -46,8 +46,8 @@ def bias_of(dims, shape, dtype, kind, generator):
 
 
 def compare(head_dim, case, configs):
-    """The relative error of each output and gradient that these configs give: of the forward pass, dk and dv, dq, dbias, and dq with
-    dbias. That of lse is the largest of any row, a hundredfold."""
+    """The relative error of each output and gradient that these configs give: of the forward pass, dk and dv, dq, dbias, and dq
+    with dbias. That of lse is the largest of any row, a hundredfold."""
     from tilewise.arch import ARCHS
     from tilewise.backends.hopper import bias_launch
     from tilewise.configs.hopper_backward import padded_rows

@@ -27,8 +27,8 @@ class Capability:
     head_dim_v; ``forward_only`` are pairs without a gradient, ``plain_gradients`` those with gradients of specs without terms only.
     ``bulk_only`` asks for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate
     (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``bulk_bias`` the
-    head dims at which it copies a bias in bulk, and takes none otherwise (``None``: it reads any bias, as any term), ``returns`` what
-    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
+    head dims at which it copies a bias in bulk, and takes no other (``None``: it reads any bias, at any size), ``returns`` what it
+    can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
     ``always_deterministic`` whether gradients have the same bits on every run even where a call does not ask for it.
     """
 

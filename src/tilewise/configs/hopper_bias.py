@@ -8,7 +8,7 @@ from ..problem import Problem
 from .hopper import HopperConfig
 from .hopper_backward import KeysConfig, QueriesConfig
 
-__all__ = ["DBIAS", "DKDV", "DQ", "FWD", "TileConfig", "SHARED", "illegal", "shared_config", "shared_memory"]
+__all__ = ["DBIAS", "DKDV", "DQ", "FWD", "SHARED", "TileConfig", "illegal", "members", "shared_config", "shared_memory"]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
 
@@ -67,8 +67,14 @@ DBIAS: dict[int, tuple[TileConfig, ...]] = {
 }
 
 MEMBERS = 4  # sequences that one program can hold
-# Where sequences share a bias of each head, and one kernel makes dq and the gradient of the bias; ``stages`` slots of keys and values.
-SHARED: dict[int, tuple[TileConfig, ...]] = {64: (TileConfig(128, 32, 6, 2, 240, 24), TileConfig(128, 32, 4, 2, 240, 24))}
+# Where sequences share a bias of each head, and one kernel makes dq and its gradient; ``stages`` slots of keys and values.
+SHARED: dict[int, tuple[TileConfig, ...]] = {
+    64: (
+        TileConfig(128, 32, 8, 1, 240, 24),
+        TileConfig(128, 32, 6, 2, 240, 24),
+        TileConfig(128, 32, 4, 2, 240, 24),
+    )
+}
 
 
 def members(problem: Problem) -> int:

@@ -17,8 +17,8 @@ from .parts import ROWS, order, partial_sums, wait
 LOG2_E = gl.constexpr(1.4426950408889634)
 # The reference of a row follows its largest score only when that has grown by more than this: p stays below 2^8.
 GROWTH = gl.constexpr(5.5)
-# A reference beyond this is not multiplied by log2(e): its scores are whole numbers from one another, multiples of 8. Below it, what
-# is rounded off the product is at most 8.
+# A reference beyond this is not multiplied by log2(e): scores there are multiples of 8 from one another. Below it, what is rounded
+# off the product is at most 8, so that no weight overflows, not in float16 either.
 FAR = gl.constexpr(134217728.0)
 
 

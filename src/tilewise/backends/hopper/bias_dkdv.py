@@ -45,8 +45,8 @@ def _feed_queries(ring, desc, rows_desc, sums_desc, sums, bias, bias_desc, keys,
 
 @gluon.jit
 def _feeder(
-    keys, bias, sums, k_desc, v_desc, q_desc, do_desc, bias_desc, rows_desc, sums_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring,
-    do_ring,
+    keys, bias, sums, k_desc, v_desc, q_desc, do_desc, bias_desc, rows_desc, sums_desc, delta_desc, k_tiles, v_tiles, kv_full,
+    q_ring, do_ring,
 ):  # fmt: skip
     """This program's keys and values once, then every tile of queries of every head of the group."""
     batch, head_kv, start_n = _place(keys, bias)

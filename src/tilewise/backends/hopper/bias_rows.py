@@ -1,7 +1,7 @@
 """What the backward kernels with a bias need to know of each row of queries, made once, in rows of ``q_pad`` numbers.
 
-The reference of its natural scores, log2 of the sum over it, and ``-delta`` (``bwd_rows.py``). A row past the end, or one that saw no
-key, has the reference +inf, so that every p of it is an exact zero, and 0 and 0.
+The reference of its natural scores, log2 of the sum over it, and ``-delta`` (``bwd_rows.py``). A row past the end, or one that saw
+no key, has the reference +inf, so that every p of it is an exact zero, and 0 and 0.
 """
 
 import triton

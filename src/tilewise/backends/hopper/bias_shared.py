@@ -1,8 +1,8 @@
 """dq and the gradient of an additive bias in one kernel, where MEMBERS sequences are all that share it.
 
 A program holds BLOCK_M queries of one head, 64 for each consumer, of every sequence, and streams their keys side by side: for each
-tile of the bias the tiles of keys and values of each sequence in turn. Each ds goes into the dq of its sequence and into the sum over
-the sequences, which is written once, so that seven products make what takes nine apart (with the four of ``bias_dkdv.py``).
+tile of the bias the tiles of keys and values of each sequence in turn. Each ds goes into the dq of its sequence and into the sum
+over the sequences, which is written once, so that seven products make what takes nine apart (with the four of ``bias_dkdv.py``).
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     resident            full: 1 (bytes), once
@@ -77,8 +77,9 @@ def _producer(
             wait(k_ring.empty.index(slot), ((step // k_ring.SLOTS) & 1) ^ 1)
             full = k_ring.full.index(slot)
             mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
-            tma.async_load(k_desc, [member, head_kv, start_n, 0], full, k_ring.tiles.index(slot).reshape([1, 1, work.BLOCK_N, work.HEAD_DIM]))
-            tma.async_load(v_desc, [member, head_kv, start_n, 0], full, v_ring.index(slot).reshape([1, 1, work.BLOCK_N, work.HEAD_DIM]))
+            at = [member, head_kv, start_n, 0]
+            tma.async_load(k_desc, at, full, k_ring.tiles.index(slot).reshape([1, 1, work.BLOCK_N, work.HEAD_DIM]))
+            tma.async_load(v_desc, at, full, v_ring.index(slot).reshape([1, 1, work.BLOCK_N, work.HEAD_DIM]))
             step += 1
 
 

@@ -1,8 +1,8 @@
 """The gradient of an additive bias: ds summed over the sequences and heads that share a tile of it, in registers and in one order.
 
-A program takes every so manieth tile [BLOCK_M queries, BLOCK_N keys] of the bias, 64 rows for each consumer. The tiles of q, do, k and
-v of a head that reads it are one slot of a ring ("a visit"), together with three numbers for each row of queries (``bias_rows.py``).
-The gradient leaves through the tile of the bias itself, which nobody reads any more.
+A program works on tiles [BLOCK_M queries, BLOCK_N keys] of the bias, 64 rows for each consumer. The tiles of q, do, k and v of a
+head that reads it are one slot of a ring ("a visit"), together with three numbers for each row of queries (``bias_rows.py``). The
+gradient leaves through the tile of the bias itself, which nobody reads any more.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     visits   full: 1 (bytes)   empty: C * W, each warp after its last read
@@ -108,7 +108,9 @@ def _visitor(batch, head, visit, bias):
 
 
 @gluon.jit
-def _producer(work, group, n_blocks, tiles, bias, biases, visits, q_desc, k_desc, v_desc, do_desc, bias_desc, m_desc, log_l_desc, delta_desc):
+def _producer(
+    work, group, n_blocks, tiles, bias, biases, visits, q_desc, k_desc, v_desc, do_desc, bias_desc, m_desc, log_l_desc, delta_desc
+):
     step = 0
     turn = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -117,7 +119,7 @@ def _producer(work, group, n_blocks, tiles, bias, biases, visits, q_desc, k_desc
         wait(biases.empty.index(slot), ((turn // biases.SLOTS) & 1) ^ 1)
         mbarrier.expect(biases.full.index(slot), bias.CONSUMERS * bias_desc.block_type.nbytes)
         bias.copy(bias_desc, biases.full.index(slot), batch, head, start_m, n_block * work.BLOCK_N, turn, True)
-        turn += 1
+        turn += 1  # noqa: SIM113
         for visit in range(count):
             b, h = _visitor(batch, head, visit, bias)
             visits.fill(
@@ -160,7 +162,8 @@ def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbia
             wait(visits.full.index(slot), (step // visits.SLOTS) & 1)
             at = slot * visits.CONSUMERS + C
             minus_delta = visits.numbers(step, C, 2, S_LAYOUT)
-            s, dp = products(visits.q.index(at), visits.do.index(at), visits.k.index(slot), visits.v.index(slot), minus_delta, S_LAYOUT)
+            k_tile = visits.k.index(slot)
+            s, dp = products(visits.q.index(at), visits.do.index(at), k_tile, visits.v.index(slot), minus_delta, S_LAYOUT)
             b = tile.load(S_LAYOUT)
             m = visits.numbers(step, C, 0, S_LAYOUT)
             log_l = visits.numbers(step, C, 1, S_LAYOUT)
@@ -170,8 +173,8 @@ def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbia
             arrive_warp(visits.empty.index(slot))
             total = gl.fma(p, dp, total)
             step += 1
-            if biases.SLOTS > 1:  # not at once: the copy of the last tile has had the time of a visit
-                if visit == 0:
+            if biases.SLOTS > 1:  # noqa: SIM102
+                if visit == 0:  # not before: the copy of the last tile has had the time of a visit
                     _give_back(biases, turn - 1)
         if biases.SLOTS > 1:  # noqa: SIM102
             if count == 0:
@@ -182,7 +185,7 @@ def _consumer(C: gl.constexpr, work, n_blocks, tiles, bias, biases, visits, dbia
         tma.async_store(dbias_desc, [batch, head, start_row, n_block * work.BLOCK_N], box)
         if biases.SLOTS == 1:
             _give_back(biases, turn)
-        turn += 1
+        turn += 1  # noqa: SIM113
     tma.store_wait(0)
 
 
