@@ -57,7 +57,7 @@ _WORDS = {"b": "batch", "h": "heads_q", "q": "seqlen_q", "k": "seqlen_k", "n": "
 class Operand(NamedTuple):
     """One tensor of a spec as a problem sees it: slot, dtype, and a letter or ``1`` for every extent.
 
-    ``bulk``: a copy engine that works by descriptors can read it; asked of a bias only.
+    ``bulk``: a copy engine that works by descriptors can read it; asked only of a bias that has an element for each query and key.
     """
 
     slot: str

@@ -73,11 +73,11 @@ def bulk_copyable(t: torch.Tensor) -> bool:
 
 
 def _described(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[Operand, ...]:
-    """The operands of a call; of a bias, whether rows of it can be copied in bulk."""
+    """The operands of a call; of a bias with an element for each query and key, whether rows of it can be copied in bulk."""
     operands = describe(spec, tensors, q, k)
-    if tensors.bias is None:
+    if tensors.bias is None or _rows_copyable(tensors.bias):
         return operands
-    return tuple(o._replace(bulk=_rows_copyable(tensors.bias)) if o.slot == "bias" else o for o in operands)
+    return tuple(o._replace(bulk=False) if o.slot == "bias" and o.dims.endswith("qk") else o for o in operands)
 
 
 def _rows_copyable(t: torch.Tensor) -> bool:
