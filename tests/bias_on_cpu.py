@@ -42,7 +42,15 @@ def bias_of(dims, shape, dtype, kind, generator):
     elif kind == "far":
         for row, base in enumerate((-1e4, -1e6, -1.2e8, -1e9, -1e10, -1e20, 1e4, 1e9)):
             bias[..., row, :] = base
-    return bias.to(dtype)
+    return padded(bias.to(dtype))
+
+
+def padded(t):
+    """The same with rows that a bulk copy can reach: they begin at multiples of 16 bytes."""
+    width = -(-t.shape[-1] // 8) * 8
+    whole = t.new_full((*t.shape[:-1], width), math.nan)
+    whole[..., : t.shape[-1]] = t
+    return whole[..., : t.shape[-1]]
 
 
 def compare(head_dim, case, configs):
@@ -74,6 +82,7 @@ def compare(head_dim, case, configs):
     backward(problem, do, dlse.double(), q, k, v, o64, lse64, truth["dq"], truth["dk"], truth["dv"], tensors, None, grads)
 
     made = {name: torch.full(t.shape, math.nan, dtype=torch.float32 if name == "lse" else q.dtype) for name, t in truth.items()}
+    made["db"] = padded(made["db"])
     rows = torch.full((batch, heads_q, queries, 2), math.nan)
     counter = torch.zeros(2, dtype=torch.int32)
     bias_launch.fwd_plan(problem, configs[0]).launch(q, k, v, made["o"], bias, made["lse"], rows, counter).run()
@@ -90,7 +99,7 @@ def compare(head_dim, case, configs):
     bias_launch.dbias_plan(problem, configs[3]).launch(*inputs, bias, *of_rows, made["db"]).run()
     if configs[4] is not None and members(problem) > 1:
         truth |= {"dq shared": truth["dq"], "db shared": truth["db"]}
-        made |= {name: torch.full_like(made[name[:2]], math.nan) for name in ("dq shared", "db shared")}
+        made |= {name: padded(torch.full_like(made[name[:2]], math.nan)) for name in ("dq shared", "db shared")}
         bias_launch.shared_plan(problem, configs[4]).launch(*inputs, bias, made["dq shared"], made["db shared"], *of_rows).run()
     found = {}
     for name, t in made.items():

@@ -156,6 +156,8 @@ def _allocate(dtype, shape, layout, value=None):
 
 class Descriptor:
     def __init__(self, base, shape, strides, block, layout):
+        if any(stride * base.element_size() % 16 for stride in strides[:-1]) or strides[-1] != 1:
+            raise ValueError(f"a descriptor with the strides {strides}")
         self.base, self.block, self.layout, self.dtype = base, block, layout, base.dtype
         self.block_type = types.SimpleNamespace(shape=block, nbytes=math.prod(block) * base.element_size())
 

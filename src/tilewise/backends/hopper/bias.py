@@ -33,6 +33,7 @@ class Bias:
     CONSUMERS: gl.constexpr
     BY_BATCH: gl.constexpr  # every sequence has a bias of its own
     BY_HEAD: gl.constexpr
+    KEEPS_ROWS: gl.constexpr  # forward: what the backward pass must know of a row is written
 
     @gluon.jit
     def place(self, index, tiles, heads_together, LONGEST: gl.constexpr):
@@ -63,12 +64,15 @@ class Bias:
 
 
 @gluon.jit
-def make_bias(desc, heads, batches, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, BY_BATCH: gl.constexpr, BY_HEAD: gl.constexpr):
+def make_bias(
+    desc, heads, batches, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, BY_BATCH: gl.constexpr, BY_HEAD: gl.constexpr,
+    KEEPS_ROWS: gl.constexpr = False,
+):  # fmt: skip
     ROWS_A_TILE: gl.constexpr = desc.block_type.shape[2]
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128 if COLUMNS >= 64 else 64, 16, 2)
     tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS * CONSUMERS, ROWS_A_TILE, COLUMNS], LAYOUT)
-    return Bias(tiles, heads, batches, SLOTS, CONSUMERS, BY_BATCH, BY_HEAD)
+    return Bias(tiles, heads, batches, SLOTS, CONSUMERS, BY_BATCH, BY_HEAD, KEEPS_ROWS)
 
 
 @gluon.jit

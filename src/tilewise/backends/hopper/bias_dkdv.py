@@ -19,6 +19,18 @@ LENGTHS = ("heads_kv", "batches", "group", "q_pad", "seqlen_k", "q_start", "uppe
 LENGTHS += ("heads_together",)
 
 
+@gluon.aggregate
+class Sums:
+    """log2 of the sum over the reference of each row, beside the slots of queries: [SLOTS, 1, BLOCK_M]."""
+
+    rows: gl.shared_memory_descriptor
+    IN_REGISTERS: gl.constexpr  # keys and values are operands in registers: the products read less of shared memory
+
+    @gluon.jit
+    def load(self, slot, BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr):
+        return self.rows.index(slot).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
+
+
 @gluon.jit
 def _place(keys, bias):
     """``(batch, head_kv, first key)`` of this program."""
@@ -39,7 +51,7 @@ def _feed_queries(ring, desc, rows_desc, sums_desc, sums, bias, bias_desc, keys,
     tile = ring.tiles.index(slot)
     tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
     tma.async_load(rows_desc, [head_row, row], full, ring.rows.index(slot))
-    tma.async_load(sums_desc, [head_row, row], full, sums.index(slot))
+    tma.async_load(sums_desc, [head_row, row], full, sums.rows.index(slot))
     bias.copy(bias_desc, full, batch, head, row, start_n, step, False)
 
 
@@ -79,7 +91,7 @@ def _step(
     S_LAYOUT: gl.constexpr = s.type.layout
     q_tile = q_ring.tile(step)
     b = bias.tile(step, C).permute((1, 0)).load(S_LAYOUT)
-    log_l = sums.index(step % q_ring.SLOTS).reshape([keys.BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
+    log_l = sums.load(step % q_ring.SLOTS, keys.BLOCK_M, S_LAYOUT)
     p = biased_weights(s, b, rows_of(q_ring, step, S_LAYOUT)[None, :], log_l[None, :], sm_scale)
     if MASKED:
         p = hidden(p, keys, None, m_block, key_row)
@@ -139,23 +151,29 @@ def _consumer(C: gl.constexpr, keys, bias, sums, dk_desc, dv_desc, k_tiles, v_ti
     step = 0
     wait(kv_full.index(0), 0)
     wait(kv_full.index(1), 0)
+    if sums.IN_REGISTERS:
+        k_operand = k_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        v_operand = v_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        k_operand = k_tile
+        v_operand = v_tile
     for _member in range(keys.group):
         step = _pass_over(own_lo - lo, step, q_ring, do_ring)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros),))
+        s = warpgroup_mma_wait(0, deps=(_scores(k_operand, q_ring.tile(step), zeros),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, bias, sums, C, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                sm_scale, True, P_LAYOUT,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, bias, sums, C, k_operand, v_operand, q_ring, do_ring, zeros,
+                key_row, sm_scale, True, P_LAYOUT,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, bias, sums, C, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, bias, sums, C, k_operand, v_operand, q_ring, do_ring, zeros, key_row,
             sm_scale, False, P_LAYOUT,
         )  # fmt: skip
         if keys.HAS_LOWER or keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, bias, sums, C, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                sm_scale, True, P_LAYOUT,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, bias, sums, C, k_operand, v_operand, q_ring, do_ring, zeros,
+                key_row, sm_scale, True, P_LAYOUT,
             )  # fmt: skip
         step = _pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
@@ -174,7 +192,7 @@ def _dkdv_bias_kernel(
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     NEED_DK: gl.constexpr, NEED_DV: gl.constexpr, BY_BATCH: gl.constexpr, BY_HEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -182,7 +200,8 @@ def _dkdv_bias_kernel(
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
     q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    sums = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
+    sums = Sums(rows, IN_REGISTERS)
     bias = make_bias(bias_desc, heads_kv, batches, STAGES, CONSUMERS, BY_BATCH, BY_HEAD)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)

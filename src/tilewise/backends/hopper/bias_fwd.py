@@ -67,7 +67,7 @@ def _producer(work, group, bias, q_desc, k_desc, v_desc, bias_desc, q_ring, k_ri
 
 @gluon.jit
 def _finish(
-    acc, m_i, l_i, q, o_desc, lse_ptr, rows_ptr, work, batch, head, start_row, KEEPS_ROWS: gl.constexpr,
+    acc, m_i, l_i, q, o_desc, lse_ptr, rows_ptr, work, bias, batch, head, start_row,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write o, through the consumer's tile of queries, lse, and the reference of each row with the logarithm of the sum over it."""
@@ -81,7 +81,7 @@ def _finish(
     log_l = log_sum(m_i, l_row) * LN_2
     places = (batch * work.heads_q + head).to(gl.int64) * work.seqlen_q + rows
     gl.store(lse_ptr + places, gl.where(l_row == 0.0, -float("inf"), m_i + log_l), mask=rows < work.seqlen_q)
-    if KEEPS_ROWS:
+    if bias.KEEPS_ROWS:
         gl.store(rows_ptr + places * 2, m_i, mask=rows < work.seqlen_q)
         gl.store(rows_ptr + places * 2 + 1, log_l, mask=rows < work.seqlen_q)
     tma.store_wait(0)
@@ -99,9 +99,8 @@ def _biased_scores(q, k_ring, step, bias, C: gl.constexpr, work, own, sm_scale, 
 
 @gluon.jit
 def _attend(
-    index, turn, step, C: gl.constexpr, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring,
-    KEEPS_ROWS: gl.constexpr,
-):  # fmt: skip
+    index, turn, step, C: gl.constexpr, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring
+):
     """Consumer ``C``: its 64 rows of tile ``index``. Returns the ring step after the tile."""
     COLUMNS: gl.constexpr = v_ring.tiles.type.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
@@ -146,27 +145,23 @@ def _attend(
             acc, step = _add_values(gl.convert_layout(p_next.to(o_desc.dtype), P_LAYOUT), acc, step, v_ring)
 
     step = _pass_over(own_lo - lo, step, k_ring, v_ring)
-    _finish(acc, m_i, l_i, q, o_desc, lse_ptr, rows_ptr, work, batch, head, start_row, KEEPS_ROWS, S_LAYOUT, O_LAYOUT)
+    _finish(acc, m_i, l_i, q, o_desc, lse_ptr, rows_ptr, work, bias, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
 
 
 @gluon.jit
-def _consumer(
-    C: gl.constexpr, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring, KEEPS_ROWS: gl.constexpr
-):
+def _consumer(C: gl.constexpr, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring):
     step = 0
     turn = 0
     index = gl.program_id(0)
     if work.DYNAMIC:
         while index < work.total():
-            step = _attend(
-                index, turn, step, C, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring, KEEPS_ROWS
-            )
+            step = _attend(index, turn, step, C, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring)
             index = work.following(turn)
             turn += 1
     else:
-        _attend(index, turn, step, C, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring, KEEPS_ROWS)
+        _attend(index, turn, step, C, work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -183,7 +178,7 @@ def _fwd_bias_kernel(
     q_ring = make_ring(q_desc, ROWS, HEAD_DIM, Q_SLOTS * CONSUMERS, 1)
     k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    bias = make_bias(bias_desc, heads_q, batches, STAGES, CONSUMERS, BY_BATCH, BY_HEAD)
+    bias = make_bias(bias_desc, heads_q, batches, STAGES, CONSUMERS, BY_BATCH, BY_HEAD, KEEPS_ROWS)
     ticket = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     issued = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(TICKETS):
@@ -193,7 +188,7 @@ def _fwd_bias_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, DYNAMIC, False, False,
         1, None, None, None, None, (), False, False, False, False, False, False,
     )  # fmt: skip
-    mine = (work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring, KEEPS_ROWS)
+    mine = (work, bias, o_desc, lse_ptr, rows_ptr, sm_scale, q_ring, k_ring, v_ring)
     gl.static_assert(CONSUMERS >= 2 and CONSUMERS <= 4, "a program has two to four consumers")
     gl.warp_specialize(
         [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (_consumer, (3,) + mine)][:CONSUMERS]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...configs.hopper import HopperConfig
-from ...configs.hopper_backward import KeysConfig, QueriesConfig, padded_rows
-from ...configs.hopper_bias import DBIAS, DKDV, DQ, FWD, TileConfig, members, shared_config
+from ...configs.hopper_backward import QueriesConfig, padded_rows
+from ...configs.hopper_bias import DBIAS, DKDV, DQ, FWD, BiasKeysConfig, TileConfig, members, shared_config
 from ...problem import Problem
 from ..launching import Plan
 from . import bias_dkdv, bias_dq, bias_fwd, bias_rows, bias_shared, dbias
@@ -91,7 +91,7 @@ def rows_plan(problem: Problem, has_dlse: bool) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool) -> Plan:
+def dkdv_plan(problem: Problem, config: BiasKeysConfig, need_dk: bool, need_dv: bool) -> Plan:
     """Tensors: k, v, q, do, bias, references, sums, -delta, dk, dv."""
     p = problem
     upper, lower, _, _ = p.bounds
@@ -114,6 +114,7 @@ def dkdv_plan(problem: Problem, config: KeysConfig, need_dk: bool, need_dv: bool
         "STAGES": config.stages,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "FEEDER_REGISTERS": config.feeder_registers,
+        "IN_REGISTERS": config.in_registers,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
