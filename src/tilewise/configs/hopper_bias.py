@@ -28,7 +28,8 @@ _BARRIERS = 1024  # bytes set aside for barriers and alignment
 @dataclass(frozen=True)
 class TileConfig:
     """A kernel that makes the gradient of a bias from tiles of it, ``block_m`` queries (64 for each consumer) by ``block_n`` keys.
-    ``stages`` slots of what a head brings, ``bias_slots`` of tiles of the bias."""
+    ``stages`` slots of what a head brings, ``bias_slots`` of tiles of the bias. ``late``, where it makes dq as well: the product for
+    one sequence is waited for below those of the next."""
 
     block_m: int
     block_n: int
@@ -36,6 +37,7 @@ class TileConfig:
     bias_slots: int
     consumer_registers: int
     producer_registers: int
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,13 @@ class BiasKeysConfig:
 FWD: dict[int, tuple[HopperConfig, ...]] = {
     64: (
         HopperConfig(256, 64, 3, 1, False, True),  # 0.205 ms; a program a tile 0.207, 192 x 64 0.232, 128 x 64 0.250
+        HopperConfig(256, 64, 3, 2, False, True),
         HopperConfig(128, 128, 3, 1, True, True),  # 0.220; without the overlap 0.231
         HopperConfig(192, 128, 2, 1, False, True),  # 0.222
     ),
     128: (
         HopperConfig(128, 128, 2, 1, True, True),  # 0.308
+        HopperConfig(128, 64, 3, 2, True, True),
         HopperConfig(128, 64, 4, 1, True, True),  # 0.324; a program a tile 0.340
     ),
 }
@@ -93,6 +97,7 @@ MEMBERS = 4  # sequences that one program can hold
 SHARED: dict[int, tuple[TileConfig, ...]] = {
     64: (
         TileConfig(128, 32, 8, 1, 240, 24),  # 0.292; dq and the gradient apart 0.241 + 0.224
+        TileConfig(128, 32, 8, 1, 240, 24, True),
         TileConfig(128, 32, 6, 2, 240, 24),  # 0.308; four slots of keys 0.307
     )
 }

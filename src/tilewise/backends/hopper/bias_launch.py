@@ -196,6 +196,7 @@ def shared_plan(problem: Problem, config: TileConfig) -> Plan:
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "BIAS_SLOTS": config.bias_slots,
+        "LATE": config.late,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
         "num_warps": 4,

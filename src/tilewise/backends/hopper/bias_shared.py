@@ -35,6 +35,7 @@ class Resident:
     full: gl.shared_memory_descriptor
     MEMBERS: gl.constexpr
     CONSUMERS: gl.constexpr
+    LATE: gl.constexpr  # the product that makes dq of one sequence is waited for below those of the next
 
     @gluon.jit
     def fill(self, q_desc, do_desc, m_desc, log_l_desc, delta_desc, head, heads_q, start_m):
@@ -121,6 +122,10 @@ def _consumer(C: gl.constexpr, work, n_blocks, bias, biases, resident, k_ring, v
             v_tile = v_ring.index(step % k_ring.SLOTS)
             minus_delta = resident.numbers(at, 2, S_LAYOUT)
             s, dp = products(resident.q.index(at), resident.do.index(at), k_tile, v_tile, minus_delta, S_LAYOUT)
+            if resident.LATE and member > 0:
+                one, operand = warpgroup_mma_wait(2, deps=(one, operand))
+                k_ring.release(step - 1)
+                moved = moved + (one,)
             m = resident.numbers(at, 0, S_LAYOUT)
             log_l = resident.numbers(at, 1, S_LAYOUT)
             s = warpgroup_mma_wait(1, deps=(s,))
@@ -130,9 +135,10 @@ def _consumer(C: gl.constexpr, work, n_blocks, bias, biases, resident, k_ring, v
             operand = gl.convert_layout(ds.to(DTYPE), P_LAYOUT)
             one = warpgroup_mma(operand, k_tile, dq[member], is_async=True)
             total = total + ds
-            one, operand = warpgroup_mma_wait(0, deps=(one, operand))
-            k_ring.release(step)
-            moved = moved + (one,)
+            if not resident.LATE or member == resident.MEMBERS - 1:
+                one, operand = warpgroup_mma_wait(0, deps=(one, operand))
+                k_ring.release(step)
+                moved = moved + (one,)
             step += 1
         dq = moved
         _write(total, n_block, turn, stages, C, dbias_desc, head, start_row)
@@ -159,7 +165,7 @@ def _dq_dbias_kernel(
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, m_blocks, n_blocks,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr, MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BIAS_SLOTS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL
@@ -169,7 +175,7 @@ def _dq_dbias_kernel(
     rows = gl.allocate_shared_memory(gl.float32, [MEMBERS * CONSUMERS * 3, 1, ROWS], gl.NVMMASharedLayout(0, 32, 2))
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full.index(0), count=1)
-    resident = Resident(q, do, rows, full, MEMBERS, CONSUMERS)
+    resident = Resident(q, do, rows, full, MEMBERS, CONSUMERS, LATE)
     k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS * WARPS)
     v_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], LAYOUT)
     bias = make_bias(bias_desc, heads_q, heads_q * 0 + 1, BIAS_SLOTS, CONSUMERS, False, True)
