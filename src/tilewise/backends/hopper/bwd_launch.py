@@ -23,6 +23,7 @@ from ...configs.hopper_backward import (
     lookup_kept,
     padded_rows,
 )
+from ...errors import BackendBroken
 from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
@@ -325,7 +326,9 @@ def backward(
     """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
     then no gradient is added up in memory."""
     p = problem
-    if tensors.bias is not None and kept_rows is not None:
+    if tensors.bias is not None:
+        if kept_rows is None:
+            raise BackendBroken("a backward pass with a bias needs the rows that its forward pass returned")
         backward_with_bias(p, do, dlse, q, k, v, o, kept_rows, dq, dk, dv, tensors.bias, grads.bias)
         return
     if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
