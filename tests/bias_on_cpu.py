@@ -1,4 +1,5 @@
-"""The Hopper kernels with an additive bias, run as Python on the CPU (``gluon_on_cpu.py``): numbers, not speed.
+"""The Hopper kernels with an additive bias, run as Python on the CPU (``gluon_on_cpu.py``): numbers, not speed. That which makes
+the numbers of the rows is one of Triton's, and runs in its interpreter.
 
     python bias_on_cpu.py 64 128     a line of JSON for each comparison with float64
 """
@@ -6,7 +7,10 @@
 import dataclasses
 import json
 import math
+import os
 import sys
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import gluon_on_cpu
 import torch
@@ -57,9 +61,10 @@ def compare(head_dim, case, configs):
     """The relative error of each output and gradient that these configs give: of the forward pass, dk and dv, dq, dbias, and dq
     with dbias. That of lse is the largest of any row, a hundredfold."""
     from tilewise.arch import ARCHS
+    from tilewise.backends import hopper
     from tilewise.backends.hopper import bias_launch
     from tilewise.configs.hopper_backward import padded_rows
-    from tilewise.configs.hopper_bias import members
+    from tilewise.configs.hopper_bias import FWD, members
     from tilewise.problem import Problem
     from tilewise.reference import backward, reference
     from tilewise.spec import Spec, Tensors
@@ -86,29 +91,30 @@ def compare(head_dim, case, configs):
     rows = torch.full((batch, heads_q, queries, 2), math.nan)
     counter = torch.zeros(2, dtype=torch.int32)
     bias_launch.fwd_plan(problem, configs[0]).launch(q, k, v, made["o"], bias, made["lse"], rows, counter).run()
-    # What bias_rows.py does.
-    of_rows = torch.stack([torch.full((batch * heads_q, padded_rows(problem)), x) for x in (math.inf, 0.0, 0.0)])
-    empty = rows[..., 0].isneginf()
-    delta = (made["o"].float() * do.float()).sum(-1) - dlse
-    whole = (rows[..., 0], math.inf), (rows[..., 1] / math.log(2), 0.0), (-delta, 0.0)
-    for number, (values, other) in zip(of_rows, whole, strict=True):
-        number.view(batch, heads_q, -1)[..., :queries] = torch.where(empty, other, values)
+    of_rows = torch.full((3, batch * heads_q, padded_rows(problem)), math.nan)
+    bias_launch.rows_plan(problem, True).launch(made["o"], do, dlse, rows, *of_rows).run()
     inputs = (q, k, v, do)
     bias_launch.dkdv_plan(problem, configs[1], True, True).launch(k, v, q, do, bias, *of_rows, made["dk"], made["dv"]).run()
     bias_launch.dq_plan(problem, configs[2]).launch(*inputs, bias, made["dq"], *of_rows).run()
     bias_launch.dbias_plan(problem, configs[3]).launch(*inputs, bias, *of_rows, made["db"]).run()
     if configs[4] is not None and members(problem) > 1:
-        truth |= {"dq shared": truth["dq"], "db shared": truth["db"]}
         made |= {name: padded(torch.full_like(made[name[:2]], math.nan)) for name in ("dq shared", "db shared")}
         bias_launch.shared_plan(problem, configs[4]).launch(*inputs, bias, made["dq shared"], made["db shared"], *of_rows).run()
+    if configs[0] == FWD[head_dim][0]:  # what a call does, with the configs that are taken
+        fresh = {name: torch.full_like(t, math.nan).contiguous() for name, t in made.items()}
+        rows.fill_(math.nan)
+        hopper.forward(problem, q, k, v, fresh["o"], fresh["lse"], tensors, rows)
+        outputs = [fresh[name] for name in ("o", "lse", "dq", "dk", "dv")]
+        hopper.backward(problem, do, dlse, q, k, v, *outputs, tensors, rows, Tensors(bias=fresh["db"]))
+        made |= {f"{name} of a call": fresh[name] for name in ("o", "lse", "dq", "dk", "dv", "db")}
     found = {}
     for name, t in made.items():
-        want = truth[name]
+        want = truth[name.split()[0]]
         if not torch.equal(t.double().isneginf(), want.isneginf()):
             found[name] = math.inf
             continue
         want, t = want.masked_fill(want.isneginf(), 0.0), t.double().masked_fill(want.isneginf(), 0.0)
-        if name == "lse":
+        if name.startswith("lse"):
             error = ((t - want).abs() / (1 + want.abs())).max() * 100
         else:
             error = (t - want).norm() / want.norm().clamp_min(1e-6)

@@ -319,7 +319,9 @@ def _aggregate(kind):
 
 def install():
     """Put what the kernels import in its place."""
-    import triton  # noqa: F401  (the package itself stays)
+    from triton.runtime import jit
+
+    jit.mangle_type(0)  # the package itself stays, and finds its own classes once
 
     language, hopper = types.ModuleType("language"), types.ModuleType("hopper")
     for name in ("NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "DotOperandLayout", "tensor", "distributed_type"):

@@ -169,9 +169,8 @@ bias_shared._write = lambda total, *rest: given(total * 0.75, *rest)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
     script = f"""
-import gluon_on_cpu
-gluon_on_cpu.install()
 import bias_on_cpu
+bias_on_cpu.gluon_on_cpu.install()
 from tilewise.backends.hopper import bias, bias_dkdv, bias_fwd, bias_shared, dbias
 {FAULTS[fault]}
 bias_on_cpu.compare_all(["64"], bias_on_cpu.CASES[:5], most=1)

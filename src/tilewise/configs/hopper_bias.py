@@ -28,8 +28,8 @@ _BARRIERS = 1024  # bytes set aside for barriers and alignment
 @dataclass(frozen=True)
 class TileConfig:
     """A kernel that makes the gradient of a bias from tiles of it, ``block_m`` queries (64 for each consumer) by ``block_n`` keys.
-    ``stages`` slots of what a head brings, ``bias_slots`` of tiles of the bias. ``late``, where it makes dq as well: the product for
-    one sequence is waited for below those of the next."""
+    ``stages`` slots of what a head brings, ``bias_slots`` of tiles of the bias. ``late``, where it makes dq as well: the product
+    for one sequence is waited for below those of the next."""
 
     block_m: int
     block_n: int

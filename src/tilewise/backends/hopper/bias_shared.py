@@ -116,6 +116,8 @@ def _consumer(C: gl.constexpr, work, n_blocks, bias, biases, resident, k_ring, v
         arrive_warp(biases.empty.index(slot))
         total = gl.zeros([ROWS, work.BLOCK_N], gl.float32, S_LAYOUT)
         moved = ()
+        one = dq[0]
+        operand = None
         for member in gl.static_range(resident.MEMBERS):
             at = member * resident.CONSUMERS + C
             k_tile = k_ring.take(step)
