@@ -12,6 +12,7 @@ import torch
 from tilewise import bias as biased
 from tilewise.arch import Runtime, runtime
 from tilewise.capabilities import CAPABILITIES, refuse
+from tilewise.cli.explain import _hopper_passes, work
 from tilewise.configs.hopper_bias import DBIAS, DKDV, DQ, FWD, SHARED, illegal, members, shared_config, shared_memory
 from tilewise.errors import InvalidInput
 from tilewise.operands import Operand, parse_operand
@@ -120,6 +121,20 @@ def test_one_kernel_makes_dq_and_dbias_where_a_program_holds_all_that_share_the_
     assert members(problem) == count
     assert (shared_config(problem) is not None) == (count > 1)
     assert shared_config(_problem(f"{text} seqlen=300 mask=bias grad=qkv")) is None
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("batch=4 grad=qkvb", ["forward", "backward dk, dv", "backward dq, dbias"]),
+        ("batch=9 grad=qkvb", ["forward", "backward dk, dv", "backward dq", "backward dbias"]),
+        ("batch=4 grad=b", ["forward", "backward dbias"]),
+    ],
+)
+def test_explain_names_the_kernels_of_a_bias(text, names):
+    problem = _problem(f"{text} heads=8 seqlen=300 head_dim=64 mask=bias bias=bfloat16:1hqk")
+    assert [each.name for each in _hopper_passes(problem)] == names
+    assert [each.name for each in work(problem)] == ["forward", "backward"]
 
 
 # Numbers

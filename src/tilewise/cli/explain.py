@@ -188,12 +188,16 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
 
 
 def _bias_passes(problem: Problem) -> list[_Pass]:
-    from ..configs.hopper_bias import DBIAS, DKDV, DQ, FWD
+    from ..configs.hopper_bias import DBIAS, DKDV, DQ, FWD, shared_config
     from ..configs.records import BUILT_IN
 
+    shared = shared_config(problem)
     named = [("forward", FWD, True), ("backward dk, dv", DKDV, bool(set(problem.grad) & set("kv")))]
-    named += [("backward dq", DQ, "q" in problem.grad), ("backward dbias", DBIAS, "b" in problem.grad)]
-    chosen = [(name, table[problem.head_dim][0]) for name, table, wanted in named if wanted]
+    if shared is None:
+        named += [("backward dq", DQ, "q" in problem.grad), ("backward dbias", DBIAS, "b" in problem.grad)]
+    chosen: list[tuple[str, Any]] = [(name, table[problem.head_dim][0]) for name, table, wanted in named if wanted]
+    if shared is not None:
+        chosen.append(("backward dq, dbias", shared))
     return [_Pass(name, TilePlan(problem, c.block_m, c.block_n), "tiles of the bias beside them", BUILT_IN) for name, c in chosen]
 
 
