@@ -115,6 +115,27 @@ def _by_pair(call: Call) -> Spec:
     return bias(_drawn(size, call.q.device, 4)) & dense(seen.bernoulli_(0.6, generator=generator))
 
 
+def _biased(
+    name: str, shape: tuple[int, int, int, int, int], dims: str, spec: Spec
+) -> Callable[[str, Device], list[Result]]:
+    """A call with a bias in its own dtype, whose rows begin at multiples of 16 bytes: what Hopper copies in bulk. Some of its keys
+    are hidden, all of one row, and a row is the lowest value throughout. Judged whole: a bias that is shared has one gradient."""
+
+    def run(backend: str, device: Device) -> list[Result]:
+        call = _call(shape, device, spec)
+        batch, heads, n_q, n_k, _ = shape
+        sizes = {"b": batch, "h": heads, "q": n_q, "1": 1}
+        drawn = _drawn((*(sizes[d] for d in dims[:3]), -(-n_k // 8) * 8), device, 4)[..., :n_k]
+        hidden = torch.rand(drawn.shape, generator=torch.Generator(device).manual_seed(5), device=device) < 0.2
+        drawn.masked_fill_(hidden, float("-inf"))
+        drawn[..., 5, :] = float("-inf")
+        drawn[..., 7, :] = torch.finfo(drawn.dtype).min
+        call = fit(call.replace(spec=spec & bias(drawn)), backend)
+        return [] if call is None else Yardstick(call).judge(evaluate(call, backend), name)
+
+    return run
+
+
 def _thin(call: Call) -> Call:
     """Under a thin causal window, with a gradient at both ends only."""
     if call.do is not None:
@@ -249,6 +270,17 @@ LARGE: tuple[Large, ...] = (
         for batch, heads, length, dim in HASTY
         for kind, terms in (("softcap", _capped_long), ("alibi", _sloped))
         for name in (f"{kind}, {length} rows, head_dim {dim}",)
+    ),
+    *(
+        Large(name, 2, _biased(name, (batch, 3, 500, length, dim), dims, spec))
+        for batch, length, dim, dims, spec in (
+            *((4, 1000, dim, "1hqk", full()) for dim in (64, 128)),
+            (3, 1003, 64, "1hqk", causal()),
+            (5, 700, 64, "11qk", causal()),
+            *((2, 650, dim, "bhqk", Spec(upper=20, lower=190)) for dim in (64, 128)),
+            (6, 400, 128, "b1qk", causal()),
+        )
+        for name in (f"a bias {dims} in bulk, batch {batch}, head_dim {dim}, {spec.form}",)
     ),
     Large("bias, dbias and dense beyond 2^31", 60, _with_terms("dbias beyond 2^31", (1, 8, 16640, 16640, 16), _by_pair)),
     Large("case 21 4,194,241 rows", 6, _long_rows("case 21 4,194,241 rows", 64 * 65535 + 1, 16)),
