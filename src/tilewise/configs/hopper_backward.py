@@ -23,6 +23,7 @@ __all__ = [
     "QueriesConfig",
     "adds",
     "dims_of",
+    "fills",
     "heads_kept",
     "illegal",
     "illegal_backward",
@@ -153,15 +154,15 @@ KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     192: (KeptConfig(128, 4, 240, 24),),
 }
 # A ds in memory may take as many bytes as this many float32 copies of dq: linear in the length of a sequence.
-MOST_COPIES = 4
+MOST_COPIES = 8
 # Where that was the faster way, by head dims and whether there is an upper bound: classes of the number of keys.
 KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (64, False): (),
     (64, True): (),
     (128, False): ("short", "medium", "long"),
-    (128, True): ("medium",),
-    (256, False): ("short",),
-    (256, True): ("short", "medium"),
+    (128, True): ("short", "medium", "long"),
+    (256, False): ("short", "medium", "long"),
+    (256, True): ("short", "medium", "long"),
     (96, False): (),
     (96, True): (),
     ((192, 128), False): ("medium",),
@@ -328,6 +329,14 @@ def _keeps(problem: Problem) -> bool:
     return not has_lower and _length(p) in KEEPS[dims_of(p), has_upper]
 
 
+def fills(problem: Problem, heads: int) -> bool:
+    """Do the programs of so many heads of keys keep the device busy? With an upper bound they have work of all lengths, so there
+    must be more of them than run at a time."""
+    p = problem
+    programs = heads * -(-p.seqlen_k // lookup_dkdv(p).block_n)
+    return not p.bounds[2] or 2 * programs >= 3 * p.arch.multiprocessors or _own(p) is not None
+
+
 def heads_kept(problem: Problem) -> int:
     """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
 
@@ -342,9 +351,5 @@ def heads_kept(problem: Problem) -> int:
     most = fit
     while fit and heads % fit:
         fit -= 1
-    # Programs with an upper bound have work of all lengths, so there must be more of them than run at a time.
-    programs = fit * -(-p.seqlen_k // lookup_dkdv(p).block_n)
-    if p.bounds[2] and 2 * programs < 3 * p.arch.multiprocessors and _own(p) is None:
-        return 0
     # A number of heads with few divisors would leave launches of a head or two, which fill no device.
-    return fit if 2 * fit >= most else 0
+    return fit if 2 * fit >= most and fills(p, fit) else 0
