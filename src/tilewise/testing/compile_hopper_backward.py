@@ -155,17 +155,16 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                     continue
                 for mask, bounds in MASKS.items():
                     adding = isinstance(config, AddingConfig)
-                    in_float16 = "causal" if not adding else "tail" if covering else "full"
                     if adding and mask not in ("full", "tail"):
                         continue
                     if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
                         continue
-                    if covering and mask == "full" and (place or keeps or adding):
-                        continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != in_float16) and not every:
+                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
+                            continue
+                        if covering and mask == "full" and (place or keeps or (adding and dtype == "bfloat16")):
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
