@@ -1,5 +1,7 @@
 """``tilewise check``: its work, rows, table and exit status; the judging of inputs too large for a dense oracle."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -18,6 +20,8 @@ from tilewise.testing.check import REFUSED, Job
 from tilewise.testing.large import Large
 from tilewise.testing.pool import in_processes
 from tilewise.testing.tolerance import Result, raise_if_failed
+
+pytestmark = pytest.mark.xdist_group("check")  # they share a run of the command
 
 QUICK = ["check", "--quick", "--backend", "reference", "--random", "2"]
 
@@ -74,13 +78,19 @@ def test_fit_takes_what_the_table_allows():
     assert fit(call, "triton") is None
 
 
-def test_command_passes_and_writes_json(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    assert main([*QUICK, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    """What the command prints, and the file that it writes."""
+    path, printed = tmp_path_factory.mktemp("check") / "rows.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*QUICK, "--json", str(path)]) == 0
+    return printed.getvalue(), json.loads(path.read_text())
+
+
+def test_command_passes_and_writes_json(in_one_process):
+    out, content = in_one_process
     assert "thin_window" in out
     assert "case 10 unused slots hold NaN" in out
-    content = json.loads(path.read_text())
     assert content["header"]["arch"] == "cpu"
     row = content["rows"][0]
     assert (row["backend"], row["name"], row["pass"], row["ok"]) == ("reference", "ragged_full", "forward", True)
@@ -118,14 +128,12 @@ def test_processes_outlive_a_crash_and_a_hang():
     assert [rows[f"also {i}"][0].output for i in range(4)] == ["o"] * 4
 
 
-def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys):
-    made = []
-    for jobs in ("1", "2"):
-        path = tmp_path / f"{jobs}.json"
-        assert main([*QUICK, "--jobs", jobs, "--json", str(path)]) == 0
-        rows = json.loads(path.read_text())["rows"]
-        made.append(sorted((r["name"], r["dtype"], r["pass"], r["error"]) for r in rows))
-    assert made[0] == made[1]
+def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys, in_one_process):
+    path = tmp_path / "rows.json"
+    assert main([*QUICK, "--jobs", "2", "--json", str(path)]) == 0
+    contents = in_one_process[1], json.loads(path.read_text())
+    one, two = (sorted((r["name"], r["dtype"], r["pass"], r["error"]) for r in content["rows"]) for content in contents)
+    assert one == two
     assert "reference  float32   thin_window" in capsys.readouterr().out
 
 
