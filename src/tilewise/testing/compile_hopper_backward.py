@@ -142,9 +142,8 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: of two masks that are known only that whose
-    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is
-    not full.
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: where no mask and a causal one are known,
+    the causal one alone, whose kernel has in it what the other has. "tail" is no mask with a last tile of keys that is not full.
     """
     for dims in head_dims:
         tables = [(DKDV[dims], False, tuple(MASKS)), (DQ[dims], False, tuple(MASKS))]
@@ -156,9 +155,9 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
                 known = [mask for mask in masks if every or not place or mask not in ("tail", "window")]
-                if covering and len(known) == 2:
+                if covering and known == ["full", "causal"]:
                     known = known[1:]
-                in_float16 = "causal" if "causal" in known else known[-1]
+                in_float16 = "causal" if "causal" in known else "full"
                 for mask in known:
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
