@@ -219,6 +219,7 @@ def header(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": None if runtime is None else ".".join(map(str, runtime)),
+        "ptxas": tilewise.arch.ptxas_version(device),
         "date": datetime.date.today().isoformat(),
         "commit": commit or None,
     }

@@ -23,6 +23,7 @@ CHANGED = threading.Condition()  # some barrier has moved on, or a partition has
 FAILURES = []
 PROGRAM = [0]
 GRID = [1]
+PARTITION = threading.local()  # .warps of it
 
 
 class Tensor(torch.Tensor):
@@ -119,6 +120,8 @@ class Memory:
         return Memory(self.boxes, self.dtype, shape)
 
     def reinterpret(self, dtype, shape, layout):
+        if layout.bases:
+            return Memory(layout.read(self.boxes.flatten()[: math.prod(shape)], shape)[None], dtype)
         return Memory(self.boxes.flatten()[: math.prod(shape)].view(_boxes(shape, layout)), dtype)
 
     def slice(self, start, size, dim):
@@ -139,6 +142,15 @@ class Memory:
 class Layout:
     def __init__(self, *words, **named):
         self.swizzle = words[0] if words and isinstance(words[0], int) else 0
+        self.bases = words[0] if words and isinstance(words[0], list) else []  # where each bit of an offset leads
+
+    def read(self, numbers, shape):
+        """The tensor of this shape whose numbers lie like this."""
+        offsets = torch.arange(len(numbers))
+        row, column = (sum((offsets >> bit & 1) * base[dim] for bit, base in enumerate(self.bases)) for dim in (0, 1))
+        out = torch.full(shape, math.nan, dtype=numbers.dtype)
+        out[row, column] = numbers
+        return out
 
 
 def _boxes(shape, layout):
@@ -198,6 +210,14 @@ def _add(x, pointer):
     pointer.numbers[pointer.offset : pointer.offset + lanes.numel()] += lanes
 
 
+def _put(x, memory, apart):
+    """Write a tile as ``stmatrix`` does: 8 x 8 blocks of 128 bytes, those of a warp next to one another."""
+    start = memory.boxes.storage_offset()
+    for i, part in enumerate(x.as_subclass(torch.Tensor).split(64, 1)):
+        blocks = part.reshape(4, 2, 8, 8, 8).permute(0, 3, 1, 2, 4).flatten()  # warp, eight queries, eight of sixteen keys
+        memory.boxes.as_strided((4096,), (1,), start + i * apart // 2).copy_(blocks)
+
+
 def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
     """What the assembly of the kernels does, by what stands in it."""
     name = getattr(text, "__name__", text)
@@ -208,6 +228,8 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
         return (args[0].float() * args[1]).to(args[0].dtype)
     if name == "_add_text":
         return _add(*args)
+    if name in ("_put_in_a_row", "_put_apart"):
+        return _put(*args, 8192 if name == "_put_in_a_row" else 16384)
     if name == "_tanh_text":
         return torch.tanh(args[0])
     if name == "_rescale_text":
@@ -219,7 +241,7 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
     if "atom.global" in text:
         return _take(*args)
     if "mbarrier.arrive" in text:
-        return args[0].move(4)  # each warp
+        return args[0].move(PARTITION.warps)
     if "%ctaid.x" in text:
         return Number(PROGRAM[0])
     if "ld.shared" in text:
@@ -241,7 +263,8 @@ def _fma(x, y, z):
 
 
 def _specialize(partitions, warps, registers):
-    def run(function, arguments):
+    def run(function, arguments, count):
+        PARTITION.warps = count
         try:
             function(*arguments)
         except BaseException as error:
@@ -249,7 +272,8 @@ def _specialize(partitions, warps, registers):
                 FAILURES.append(error)
                 CHANGED.notify_all()
 
-    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    counts = (4, *warps)
+    threads = [threading.Thread(target=run, args=(*each, n)) for each, n in zip(partitions, counts, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -324,7 +348,8 @@ def install():
     jit.mangle_type(0)  # the package itself stays, and finds its own classes once
 
     language, hopper = types.ModuleType("language"), types.ModuleType("hopper")
-    for name in ("NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "DotOperandLayout", "tensor", "distributed_type"):
+    layouts = ("NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout", "SliceLayout", "DotOperandLayout")
+    for name in (*layouts, "tensor", "distributed_type"):
         setattr(language, name, type(name, (Layout,), {}))
     vars(language).update(
         shared_memory_descriptor=Memory, constexpr=lambda value: value, allocate_shared_memory=_allocate, load=_load,
@@ -420,7 +445,7 @@ def errors(dims, shape, mask, dtype, config):
             bwd_launch.launch_dkdv(problem, config.keys, *inputs, *numbers, *given).run()
             made[f"{name} alone"], truth[f"{name} alone"] = alone, truth[name]
     else:
-        ds = torch.full((rows[0], -(-keys // 64) * 64, rows[1]), math.nan, dtype=q.dtype)
+        ds = torch.full(bwd_launch.ds_shape(problem, rows[0]), math.nan, dtype=q.dtype)
         bwd_launch.launch_dkdv(problem, config.keys, *inputs, *numbers, made["dk"], made["dv"], ds).run()
         bwd_launch.launch_dq_kept(problem, config.kept, ds, k, made["dq"]).run()
     return {name: ((t.double() - truth[name]).norm() / truth[name].norm().clamp_min(1e-9)).item() for name, t in made.items()}
@@ -429,7 +454,9 @@ def errors(dims, shape, mask, dtype, config):
 def compare_all(arguments):
     """Every config of these head dims, after ``install``."""
     torch.set_num_threads(1)
-    from tilewise.configs.hopper_backward import ADDING, DKDV, DQ, KEPT, BackwardConfig
+    from tilewise.configs.hopper_backward import ADDING, DKDV, DQ, KEPT, BackwardConfig, in_chunks
+    from tilewise.problem import Problem
+    from tilewise.spec import Spec
 
     for dims in arguments:
         pair = tuple(int(size) for size in (dims.split("/") * 2)[:2])
@@ -437,13 +464,12 @@ def compare_all(arguments):
         keys, queries, kept = DKDV[place], DQ[place], KEPT[place]
         ways = [BackwardConfig(keys[i % len(keys)], queries[i % len(queries)]) for i in range(max(len(keys), len(queries)))]
         keeps = [BackwardConfig(keys[i % len(keys)], kept=kept[i % len(kept)]) for i in range(max(len(keys), len(kept)))]
-        adds = list(ADDING.get(place, ()))
-        from tilewise.backends.hopper.bwd_launch import in_chunks
-        from tilewise.problem import Problem
-
+        adds = {bounded: list(ADDING.get((place, bounded), ())) for bounded in (False, True)}
         terms = [] if in_chunks(Problem.parse(f"seqlen=64 head_dim={dims}")) else TERMS
-        for shape, mask, dtype in CASES + terms + ADDED * bool(adds):
-            for way in ways + (keeps if "lower" not in mask else []) + (adds if mask == "full" else []):
+        for shape, mask, dtype in CASES + terms + ADDED * bool(adds[False]):
+            spec = Spec.parse(mask)
+            added = [] if spec.lower is not None or spec.terms else adds[spec.upper is not None]
+            for way in ways + (keeps if "lower" not in mask else []) + added:
                 found = errors(pair, shape, mask, dtype, way)
                 ok = all(error < LIMITS[dtype] for error in found.values())
                 words = {"dims": dims, "shape": shape, "mask": mask, "way": str(way), "errors": found}

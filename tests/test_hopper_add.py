@@ -15,8 +15,8 @@ from tilewise.problem import Problem
 from tilewise.spec import Spec
 from tilewise.testing.large import adding
 
-CONFIGS = [(d, config) for d, configs in ADDING.items() for config in configs]
-SMALL = AddingConfig(64, 128, 3, 2, 216, 72)  # more steps, so more that can go wrong
+CONFIGS = [(*place, config) for place, configs in ADDING.items() for config in configs]
+SMALL = AddingConfig(64, 128, 3, 2, 216, 72, False)  # more steps, so more that can go wrong
 
 
 class Adding(KeysProgram):
@@ -28,7 +28,7 @@ class Adding(KeysProgram):
         self.q = self.ring(self.config.stages, 1, consumers * WARPS)
         self.do = self.ring(self.config.stages, 1, consumers * WARPS)
         self.ds = self.ring(self.config.ds_slots, fills, WARPS, parts=consumers * WARPS)
-        self.tiles = [(member, m_block) for member in range(self.p.group) for m_block in range(self.hi)]
+        self.tiles = [(member, m_block) for member in range(self.p.group) for m_block in range(self.lo, self.hi)]
         return [*(self.adder(w) for w in range(WARPS)), *(self.warp(c, w) for c in range(consumers) for w in range(WARPS))]
 
     def fill(self, w, step):
@@ -65,11 +65,15 @@ class Adding(KeysProgram):
         step = 0
         yield from self.keys.arrived(0)
         yield from self.values.arrived(0)
+        own_lo, _, _, own_hi = self.own(c)
         for member in range(self.p.group):
+            for m_block in range(self.lo, own_lo):
+                yield from self.pass_over(step, c, w, (member, m_block))
+                step += 1
             yield from self.q.arrived(step)
-            yield from self.q.read(step, (member, 0))
-            s = member, 0
-            for m_block in range(self.hi):
+            yield from self.q.read(step, (member, own_lo))
+            s = member, own_lo
+            for m_block in range(own_lo, own_hi):
                 here = member, m_block
                 if s != here:
                     raise RuntimeError(f"scores of {s} are taken for those of {here}")
@@ -78,37 +82,49 @@ class Adding(KeysProgram):
                 yield from self.do.read(step, here)
                 self.do.release(step)
                 s = None  # made from a slot that may be being refilled
-                if m_block + 1 < self.hi:
+                if self.config.early:
+                    yield from self.put(step, c, w, here)
+                if m_block + 1 < own_hi:
                     yield from self.q.arrived(step + 1)
                     yield from self.q.read(step + 1, (member, m_block + 1))
                     s = member, m_block + 1
-                yield from self.put(step, c, w, here)
+                if not self.config.early:
+                    yield from self.put(step, c, w, here)
                 yield from self.q.read(step, here)
                 self.q.release(step)
                 step += 1
                 self.attended.append((c, *here))
+            for m_block in range(own_hi, self.hi):
+                yield from self.pass_over(step, c, w, (member, m_block))
+                step += 1
+
+    def pass_over(self, step, c, w, here):
+        for ring in (self.q, self.do):
+            yield from ring.arrived(step)
+            ring.release(step)
+        if self.fault != "hands nothing over for what it does not see":
+            yield from self.put(step, c, w, here)
+        self.attended.append((c, *here))
 
     def expected(self):
         return [(who, *tile) for who in ("adder", *range(self.config.block_n // ROWS)) for tile in self.tiles]
 
 
 def _launch(problem, config, rng, **options):
-    """Without bounds every program walks all tiles of queries."""
-    problem = dataclasses.replace(problem, spec=Spec())
+    problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, lower=None))
     program = Adding(problem, config, rng.randrange(-(-problem.seqlen_k // config.block_n)), **options)
-    assert program.lo == 0
     program.run(rng)
     assert sorted(program.attended, key=str) == sorted(program.expected() * WARPS, key=str)
 
 
-@pytest.mark.parametrize("head_dim, config", [*CONFIGS, (64, SMALL)], ids=lambda x: str(x).replace("Config", ""))
-def test_every_tile_is_added_without_deadlock(head_dim, config):
+@pytest.mark.parametrize("head_dim, bounded, config", [*CONFIGS, (64, True, SMALL)], ids=lambda x: str(x).replace("Config", ""))
+def test_every_tile_is_added_without_deadlock(head_dim, bounded, config):
     rng = random.Random(head_dim)
     for _ in range(25):
         _launch(_draw(rng, head_dim), config, rng)
 
 
-FAULTS = ["+", "-", "does not wait for the adder", "publishes for one consumer"]
+FAULTS = ["+", "-", "does not wait for the adder", "publishes for one consumer", "hands nothing over for what it does not see"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -137,8 +153,8 @@ def test_two_slots_are_too_few():
         launches()
 
 
-@pytest.mark.parametrize("head_dim, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
-def test_every_config_is_legal(head_dim, config):
+@pytest.mark.parametrize("head_dim, bounded, config", CONFIGS, ids=lambda x: str(x).replace("Config", ""))
+def test_every_config_is_legal(head_dim, bounded, config):
     problem = _problem(head_dim=head_dim)
     assert illegal(problem, config) is None
     assert "block_n" in illegal(problem, dataclasses.replace(config, block_n=96))
@@ -159,34 +175,39 @@ def _problem(head_dim=64, length=1024, heads=32, deterministic=None, words="", *
 
 def test_the_table_says_at_which_lengths():
     assert set(ADDS) == set(ADDING)
-    for head_dim, classes in ADDS.items():
+    for (head_dim, bounded), classes in ADDS.items():
         assert set(classes) <= set(LENGTHS)
         for name, length in LENGTHS.items():
-            assert (lookup_adding(_problem(head_dim, length)) is not None) == (name in classes)
+            problem = _problem(head_dim, length, upper=0 if bounded else None)
+            assert (lookup_adding(problem) is not None) == (name in classes)
 
 
-def test_an_empty_class_switches_it_off(monkeypatch):
-    monkeypatch.setitem(ADDS, 64, ("short", "medium", "long"))
-    assert all(lookup_adding(_problem(64, length, deterministic=False)) is not None for length in LENGTHS.values())
-    monkeypatch.setitem(ADDS, 64, ())
-    assert all(lookup_adding(_problem(64, length, deterministic=False)) is None for length in LENGTHS.values())
+@pytest.mark.parametrize("bounded", [False, True])
+def test_an_empty_class_switches_it_off(monkeypatch, bounded):
+    problems = [_problem(64, n, deterministic=False, upper=0 if bounded else None) for n in LENGTHS.values()]
+    for classes in (("short", "medium", "long"), ()):
+        monkeypatch.setitem(ADDS, (64, bounded), classes)
+        monkeypatch.setitem(ADDS, (64, not bounded), ("short", "medium", "long")[len(classes) :])
+        assert [lookup_adding(p) is not None for p in problems] == [bool(classes)] * len(problems)
 
 
-def test_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
+def test_lower_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
     capped = Problem.parse("heads=32 seqlen=4096 head_dim=64 mask=softcap:30.0 arch=sm_90", software=Runtime((3, 9)))
-    others = [_problem(128), _problem(256), _problem(upper=0), _problem(lower=300), capped]
+    others = [_problem(256), _problem(96), _problem(lower=300), _problem(upper=0, lower=300), capped]
     with adding():
         assert all(lookup_adding(p) is None for p in others)
-        assert lookup_adding(_problem(upper=2000)) is not None  # a bound that no pair reaches
+        assert lookup_adding(_problem(upper=2000)) is lookup_adding(_problem())  # a bound that no pair reaches
+        assert lookup_adding(_problem(upper=0)) in ADDING[64, True]
 
 
 def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels(monkeypatch):
-    monkeypatch.setitem(ADDS, 64, ("short",))
+    monkeypatch.setitem(ADDS, (64, False), ("short",))
     assert lookup_adding(_problem(length=1024, heads=16)) is None
     assert lookup_adding(_problem(length=1024, heads=17)) is not None
     with adding():
         assert lookup_adding(_problem(length=64, heads=1)) is not None
     assert lookup_adding(_problem(length=64, heads=1)) is None
+    assert lookup_adding(_problem(length=4096)) is None
 
 
 def _kernels(monkeypatch, problem, wanted=("dq", "dk", "dv")):
@@ -209,12 +230,12 @@ def _kernels(monkeypatch, problem, wanted=("dq", "dk", "dv")):
 FAST = ["_zeroing_rows_kernel", "_dkdvdq_kernel", "_gather_kernel"]
 
 
-@pytest.mark.parametrize("head_dim", ADDING)
+@pytest.mark.parametrize("head_dim, bounded", ADDING)
 @pytest.mark.parametrize("asked, switched_on, fast", [(None, 0, 1), (None, 1, 0), (False, 0, 1), (False, 1, 1), (True, 0, 0)])
-def test_the_mode_decides(monkeypatch, head_dim, asked, switched_on, fast):
+def test_the_mode_decides(monkeypatch, head_dim, bounded, asked, switched_on, fast):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: bool(switched_on))
     with adding():
-        found = _kernels(monkeypatch, _problem(head_dim, deterministic=asked))
+        found = _kernels(monkeypatch, _problem(head_dim, deterministic=asked, upper=0 if bounded else None))
     assert (found == FAST) == bool(fast)
     assert fast or "_dkdvdq_kernel" not in found
 
@@ -243,7 +264,7 @@ def test_rows_are_read_and_sums_set_to_zero():
     lse[1, 2, 7] = float("-inf")
     lse2, minus_delta = torch.full((2, p.batch * p.heads_q, padded), float("nan"))
     sums = torch.full((p.batch * p.heads_q * padded * 64 + 8,), float("nan"))
-    adding_plans(p, ADDING[64][0], True)[0].launch(o, do, dlse, lse, lse2, minus_delta, sums).run()
+    adding_plans(p, ADDING[64, False][0], True)[0].launch(o, do, dlse, lse, lse2, minus_delta, sums).run()
     assert (sums[:-8] == 0).all()
     assert sums[-8:].isnan().all()
     seen = ~lse.isneginf()
@@ -274,7 +295,7 @@ def test_sums_are_put_in_their_places():
                 at = tile * 4096 + eight * 512 + 4 * t + i
                 sums[:, at] = whole[:, row, 8 * eight + 2 * (t % 4) + i % 2]
     dq = torch.full((p.batch, p.seqlen_q + 1, p.heads_q, 64), float("nan"), dtype=torch.float16).transpose(1, 2)
-    adding_plans(p, ADDING[64][0], False)[2].launch(dq[:, :, : p.seqlen_q], sums).run()
+    adding_plans(p, ADDING[64, False][0], False)[2].launch(dq[:, :, : p.seqlen_q], sums).run()
     wanted = whole.view(p.batch, p.heads_q, padded, 64)[:, :, : p.seqlen_q] * 0.37
     assert torch.allclose(dq[:, :, : p.seqlen_q].float(), wanted, atol=2e-3)
     assert dq[:, :, p.seqlen_q :].isnan().all()

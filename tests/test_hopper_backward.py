@@ -219,7 +219,7 @@ class KeysProgram(Program):
 
 
 class Dkdv(KeysProgram):
-    """``bwd.py`` and ``bwd_chunks.py``: consumers of 64 keys each."""
+    """``bwd.py``: consumers of 64 keys each."""
 
     def processes(self):
         consumers = self.config.block_n // ROWS
@@ -283,8 +283,8 @@ class Dkdv(KeysProgram):
         ]
 
 
-class Dkdv256(KeysProgram):
-    """``bwd256.py`` and ``bwd_chunks_pair.py``: one group makes p and dv, the other dk."""
+class DkdvPair(KeysProgram):
+    """``bwd_pair.py``: one group makes p and dv, the other dk."""
 
     def processes(self):
         readers = 2 * WARPS if self.need_dk or self.fault == "counts a group that is idle" else WARPS
@@ -361,8 +361,7 @@ class Dkdv256(KeysProgram):
             self.attended.append(("key", *here))
         self.finished += 1
         yield lambda: self.finished == WARPS  # the warpgroup meets before it writes
-        if in_chunks(self.p):  # dk goes to memory through the first slot of queries, which both groups have read
-            self.q.tags[0] = ["dk"]
+        self.q.tags[0] = ["dk"]  # it goes to memory through the first slot of queries, which both groups have read
 
     def expected(self):
         groups = ["value", "key"] if self.need_dk else ["value"]
@@ -370,7 +369,7 @@ class Dkdv256(KeysProgram):
 
 
 class Dq(Program):
-    """``bwd_dq.py``, ``bwd_dq_chunks.py``: consumers of 64 queries each; a producer walks the keys from the last tile on."""
+    """``bwd_dq.py``: consumers of 64 queries each; a producer walks the keys from the last tile on."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -459,7 +458,7 @@ class Dq(Program):
 def _program(config):
     if isinstance(config, QueriesConfig):
         return Dq
-    return Dkdv256 if config.p_slots else Dkdv
+    return DkdvPair if config.p_slots else Dkdv
 
 
 def _launch(problem, config, rng, **options):
@@ -483,12 +482,12 @@ def test_every_tile_is_attended_without_deadlock(head_dim, config):
 def _config(kind):
     if kind is Dq:
         return DQ[64][0]
-    return DKDV[256][0] if kind is Dkdv256 else DKDV[64][0]
+    return DKDV[256][0] if kind is DkdvPair else DKDV[64][0]
 
 
-FAULTS = [(kind, sign) for kind in (Dkdv, Dkdv256, Dq) for sign in "+-"]  # an arrival too many or too few completes a phase
+FAULTS = [(kind, sign) for kind in (Dkdv, DkdvPair, Dq) for sign in "+-"]  # an arrival too many or too few completes a phase
 FAULTS += [(Dkdv, "passes nothing over"), (Dkdv, "releases queries before dk"), (Dkdv, "always waits")]
-FAULTS += [(Dkdv256, "counts a group that is idle"), (Dkdv256, "does not wait for the reader of p")]
+FAULTS += [(DkdvPair, "counts a group that is idle"), (DkdvPair, "does not wait for the reader of p")]
 FAULTS += [(Dq, "passes nothing over"), (Dq, "releases keys before dq")]
 
 
@@ -502,7 +501,7 @@ def test_the_model_can_fail(kind, fault):
 
     def launches():
         for _ in range(30):
-            _launch(_draw(rng, 256 if kind is Dkdv256 else 64), config, rng, fault=fault, need_dk=need_dk)
+            _launch(_draw(rng, 256 if kind is DkdvPair else 64), config, rng, fault=fault, need_dk=need_dk)
 
     with pytest.raises(RuntimeError, match=r"deadlock|holds|taken|phase"):
         launches()

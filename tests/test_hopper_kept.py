@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from test_hopper_backward import Dkdv, Program
+from test_hopper_backward import KeysProgram, Program
 from test_hopper_walk import WARPS
 
 from tilewise.arch import Runtime
@@ -20,7 +20,6 @@ from tilewise.configs.hopper_backward import (
     MOST_COPIES,
     KeptConfig,
     heads_kept,
-    lookup_dkdv,
     padded_rows,
     shared_memory,
 )
@@ -158,8 +157,9 @@ def _check_chunks(p, found):
     keys, queries = [], []
     ds = pairs[0][3][-1]
     assert ds.numel() * ds.element_size() <= _most(p)
-    assert ds.shape[1] >= p.seqlen_k
-    assert ds.shape[2] >= p.seqlen_q
+    heads, rest = divmod(ds.shape[0], -(-p.seqlen_k // 64))
+    assert (rest, ds.shape[2]) == (0, 64)
+    assert ds.shape[1] >= p.seqlen_q
     for (_, n, grid, tensors), (_, m, kept_grid, kept_tensors) in zip(pairs[::2], pairs[1::2], strict=True):
         assert n.KEEPS
         assert n.NEED_DK
@@ -173,7 +173,7 @@ def _check_chunks(p, found):
             for member in range(n.group):
                 place = (batch * n.heads_kv + head_kv - n.head_first) * n.group + member
                 holds[place] = batch, head_kv * n.group + member
-        assert set(holds) <= set(range(ds.shape[0]))
+        assert set(holds) <= set(range(heads))
         for index in range(kept_grid[0]):
             head, m_block = order(index, m.m_blocks, m.heads_total, m.heads_together, m.LONGEST)
             batch, head_q = divmod(m.head_first + head, m.heads_q)
@@ -397,43 +397,78 @@ def test_one_slot_is_a_deadlock():
         _launch(_problem(64, 128, 128), KeptConfig(128, 1, 0, 0), rng)
 
 
-# The two slots through which a consumer of the keys kernel writes ds.
+# The slots through which the consumers of the keys kernel hand ds to the storer.
 
 
-def _write_all(p, config, number, waits=True):
-    """Play the writes of each consumer of one program; RuntimeError if one goes into a slot that a copy may still read."""
-    program = Dkdv(p, config, number)
-    for consumer in range(config.block_n // ROWS):
-        own_lo, _, _, own_hi = program.own(consumer)
-        step, flying = 0, []  # slots of the copies under way, the oldest first
-        for _ in range(p.group):
-            if waits:
-                flying = []
-            step += own_lo - program.lo
-            for _ in range(own_lo, own_hi):
-                flying = flying[-1:]  # the wait leaves one copy under way
-                if step & 1 in flying:
-                    raise RuntimeError(f"step {step} writes into a slot that is being copied")
-                flying.append(step & 1)
-                step += 1
-            step += program.hi - own_hi
+class Keeping(KeysProgram):
+    """``ds_tiles.py`` beside any kernel over keys: who makes ds puts it into its own two slots, and the storer empties them."""
+
+    def processes(self):
+        self.makers = 1 if self.config.p_slots else self.config.block_n // ROWS
+        releases = 2 if self.fault == "waits for two" else 1
+        self.slots = [self.ring(2, WARPS, releases, parts=WARPS) for _ in range(self.makers)]
+        return [self.storer(), *(self.warp(c, w) for c in range(self.makers) for w in range(WARPS))]
+
+    def range_of(self, c):
+        own_lo, _, _, own_hi = self.own(c)
+        return (self.lo, self.hi) if self.makers == 1 else (own_lo, own_hi)
+
+    def storer(self):
+        for member in range(self.p.group):
+            for m_block in range(self.lo, self.hi):
+                for c in range(self.makers):
+                    own_lo, own_hi = self.range_of(c)
+                    if own_lo <= m_block < own_hi:
+                        count = member * (own_hi - own_lo) + m_block - own_lo
+                        yield from self.slots[c].arrived(count)
+                        if self.fault == "releases what it copies":
+                            self.slots[c].release(count)
+                        yield from self.slots[c].read(count, (member, m_block))
+                        if self.fault != "releases what it copies":
+                            self.slots[c].release(count)
+                        self.attended.append((c, member, m_block))
+
+    def warp(self, c, w):
+        own_lo, own_hi = self.range_of(c)
+        for member in range(self.p.group):
+            before = member * (own_hi - own_lo) - own_lo
+            if self.fault == "forgets its first tile":
+                before += own_lo
+            for m_block in range(own_lo, own_hi):
+                count = before + m_block
+                yield self.slots[c].vacant(count)
+                self.slots[c].tags[count % 2][w] = member, m_block
+                yield lambda: True
+                self.slots[c].full[count % 2].arrive()
+
+    def expected(self):
+        every = [(c, range(*self.range_of(c))) for c in range(self.makers)]
+        return [(c, member, m_block) for c, own in every for member in range(self.p.group) for m_block in own]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_slot_of_ds_is_written_while_it_is_copied(head_dim):
-    rng = random.Random(head_dim)
-    for _ in range(200):
-        p = _draw(rng, head_dim)
-        config = lookup_dkdv(p)
-        _write_all(p, config, rng.randrange(-(-p.seqlen_k // config.block_n)))
+def _hand_over(p, config, rng, fault=""):
+    program = Keeping(p, config, rng.randrange(-(-p.seqlen_k // config.block_n)), fault=fault)
+    program.run(rng)
+    assert sorted(program.attended) == sorted(program.expected())
 
 
-def test_tiles_passed_over_between_two_heads_change_the_slot():
-    """So the wait before each head is needed: causal, two heads of a group, the second consumer passes one tile over."""
-    p = _problem(128, 256, 256, group=2, upper=0)
-    _write_all(p, lookup_dkdv(p), 0)
-    with pytest.raises(RuntimeError, match="being copied"):
-        _write_all(p, lookup_dkdv(p), 0, waits=False)
+@pytest.mark.parametrize("head_dim, config", [(d, c) for d, configs in DKDV.items() for c in configs], ids=str)
+def test_every_tile_of_ds_is_stored_without_deadlock(head_dim, config):
+    rng = random.Random(config.block_n)
+    for _ in range(25):
+        _hand_over(_draw(rng, head_dim), config, rng)
+
+
+@pytest.mark.parametrize("fault", ["+", "-", "waits for two", "releases what it copies", "forgets its first tile"])
+def test_a_fault_of_the_slots_is_found(fault):
+    rng = random.Random(0)
+
+    def launches():
+        for _ in range(60):
+            _hand_over(_draw(rng, 128), DKDV[128][0], rng, fault)
+
+    with pytest.raises(RuntimeError, match=r"deadlock|holds|phase"):
+        launches()
 
 
 def test_few_divisors_do_not_make_launches_of_single_heads():

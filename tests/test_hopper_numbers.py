@@ -32,14 +32,14 @@ def test_every_config_makes_the_gradients(dims):
 
 FAULTS = {
     "a product that lacks the last part": """
-given = bwd_chunks.inner
-bwd_chunks.inner = lambda a, b, *rest: given(a[:1], b[:1], *rest)
+given = bwd_parts.inner
+bwd_parts.inner = lambda a, b, *rest: given(a[:1], b[:1], *rest)
 """,
     "copies that take the first columns for all parts": """
 given = chunks.tma.async_load
 chunks.tma.async_load = lambda desc, place, *rest: given(desc, [*place[:3], 0][: len(place)], *rest)
 """,
-    "a mask that hides nothing": "bwd_chunks.hidden = lambda p, *rest: p",
+    "a mask that hides nothing": "bwd.hidden = lambda p, *rest: p",
 }
 
 
@@ -48,7 +48,7 @@ def test_a_fault_is_found(fault):
     script = f"""
 import gluon_on_cpu
 gluon_on_cpu.install()
-from tilewise.backends.hopper import bwd_chunks, chunks
+from tilewise.backends.hopper import bwd, bwd_parts, chunks
 {FAULTS[fault]}
 gluon_on_cpu.CASES = gluon_on_cpu.CASES[:1]
 gluon_on_cpu.compare_all(["192/128"])

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import pathlib
 import sys
 import weakref
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.arch import Runtime, runtime
+from tilewise.arch import Runtime, ptxas_name, ptxas_version, runtime
 from tilewise.backends import launching
 from tilewise.backends.launching import Again, Plan, class_of
 
@@ -381,3 +382,14 @@ def test_a_tensor_that_is_described_twice_has_one_address(direct, triton, monkey
     else:
         addresses = [v.base.data_ptr() for v in last[1] if hasattr(v, "base")]
     assert addresses == [x_new.data_ptr()] * 2
+
+
+def test_the_assembler_is_the_one_that_triton_takes():
+    """Kernels are judged by the code of the assembler that users get: since 3.9 the newer one makes Hopper's, too."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    import triton
+
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    for capability in (80, 90, 100, 120):
+        assert pathlib.Path(compiler.get_ptxas(capability).path).name == ptxas_name(capability, version)
+    assert ptxas_version(torch.device("cpu")) is None

@@ -221,8 +221,8 @@ def attention(
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
         deterministic: must the gradients have the same bits on every run? ``None`` (the default): if
             ``torch.use_deterministic_algorithms`` is on when they are computed. ``False``: no, whatever is faster. It can make a
-            difference on the ``hopper`` backend only (``ADDS`` in ``configs/hopper_backward.py``: at present at no shape); the
-            others are always deterministic, and take False as well.
+            difference on the ``hopper`` backend only, where dq may be added up in memory (``ADDS`` in
+            ``configs/hopper_backward.py``); the others are always deterministic, and take False as well.
 
     Returns:
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) in q's dtype and memory order; with ``return_lse`` also ``lse``

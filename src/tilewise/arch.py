@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ARCHS", "OTHER_KINDS", "Arch", "Runtime", "arch_named", "arch_of", "runtime"]
+__all__ = ["ARCHS", "OTHER_KINDS", "Arch", "Runtime", "arch_named", "arch_of", "ptxas_name", "ptxas_version", "runtime"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +100,25 @@ def runtime() -> Runtime:
     major, minor = (int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
     knobs = getattr(triton, "knobs", None)  # older versions, which every backend refuses, have none
     return Runtime((major, minor), knobs is not None and bool(knobs.runtime.interpret))
+
+
+def ptxas_name(compute_capability: int, triton: tuple[int, ...]) -> str:
+    """Which of the two assemblers in its package this version of Triton uses for a GPU."""
+    return "ptxas-blackwell" if compute_capability >= (90 if triton >= (3, 9) else 100) else "ptxas"
+
+
+def ptxas_version(device: torch.device) -> str | None:
+    """The version of the assembler by which Triton compiles for this device: it makes as much of a kernel's speed as Triton does.
+
+    None without an NVIDIA GPU, or where it does not say.
+    """
+    software, capability = runtime(), arch_of(device).compute_capability
+    if software.triton is None or device.type != "cuda" or not capability:
+        return None
+    try:
+        import triton
+
+        tool = getattr(triton.knobs.nvidia, ptxas_name(capability, software.triton).replace("-", "_"))  # pyright: ignore[reportAttributeAccessIssue]
+        return str(tool.version)
+    except (AttributeError, OSError, RuntimeError):
+        return None

@@ -170,7 +170,7 @@ def _header(device: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from .. import __version__
-    from ..arch import arch_of, runtime
+    from ..arch import arch_of, ptxas_version, runtime
 
     software = runtime()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -178,6 +178,7 @@ def _header(device: Any, args: argparse.Namespace) -> dict[str, Any]:
         "tilewise": __version__,
         "torch": torch.__version__,
         "triton": None if software.triton is None else ".".join(map(str, software.triton)),
+        "ptxas": ptxas_version(device),
         "interpreted": software.interpret,
         "device": name,
         "arch": arch_of(device).name,

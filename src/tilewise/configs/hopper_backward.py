@@ -80,7 +80,7 @@ class KeptConfig:
 @dataclass(frozen=True)
 class AddingConfig:
     """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
-    keys each, and the warpgroup that adds."""
+    keys each, and the warpgroup that adds; ``early``: ds is handed over above the product that makes dk, rather than below it."""
 
     block_m: int
     block_n: int
@@ -88,6 +88,7 @@ class AddingConfig:
     ds_slots: int
     consumer_registers: int
     adder_registers: int
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,13 @@ RAMPS = {64: 2}
 # Of DKDV, where score steps need registers of their own: two consumers.
 SPACIOUS = {64: 1}
 
-ADDING: dict[int, tuple[AddingConfig, ...]] = {64: (AddingConfig(128, 128, 3, 2, 216, 72),)}
+# By head_dim and whether there is an upper bound.
+ADDING: dict[tuple[int, bool], tuple[AddingConfig, ...]] = {
+    (64, False): (AddingConfig(128, 128, 3, 2, 216, 72, False),),
+    (64, True): (AddingConfig(64, 128, 4, 2, 216, 72, True), AddingConfig(64, 128, 4, 2, 216, 72, False)),
+    (128, False): (AddingConfig(64, 128, 3, 2, 216, 72, True), AddingConfig(64, 128, 3, 2, 216, 72, False)),
+    (128, True): (AddingConfig(64, 128, 3, 2, 216, 72, True), AddingConfig(64, 128, 3, 2, 216, 72, False)),
+}
 KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),
     128: (KeptConfig(256, 3, 112, 32), KeptConfig(128, 5, 240, 24)),
@@ -161,11 +168,14 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, False): (),
     (192, True): (),
 }
-# Where the kernel that adds dq up in memory was faster by 3 % with everything included, by head_dim: classes of the number of keys.
-# It knows no bounds. An empty class switches it off, whatever a call asks for. So it is until the form that is here, with the
-# products of both consumers in one, was held against float64 on a GPU (``tilewise check`` has the inputs) and timed. The form
-# before it was ahead at ("short", "medium", "long").
-ADDS: dict[int, tuple[str, ...]] = {64: ()}
+# Where the kernel that adds dq up in memory was faster by 3 % with everything included: classes of the number of keys. An empty
+# class switches it off, whatever a call asks for.
+ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
+    (64, False): ("short", "medium", "long"),
+    (64, True): ("short", "medium", "long"),
+    (128, False): (),
+    (128, True): (),
+}
 
 
 def dims_of(problem: Problem) -> Dims:
@@ -274,16 +284,17 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
 def adds(problem: Problem, config: AddingConfig) -> bool:
     """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
     programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
-    return _length(problem) in ADDS[problem.head_dim] and programs >= problem.arch.multiprocessors
+    return _length(problem) in ADDS[problem.head_dim, problem.bounds[2]] and programs >= problem.arch.multiprocessors
 
 
 def lookup_adding(problem: Problem) -> AddingConfig | None:
     """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
     only they can do it."""
     p = problem
-    if p.head_dim not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or p.bounds[2] or p.bounds[3]:
+    _, _, has_upper, has_lower = p.bounds
+    if (p.head_dim, has_upper) not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or has_lower:
         return None
-    config = ADDING[p.head_dim][0]
+    config = ADDING[p.head_dim, has_upper][0]
     return config if adds(p, config) else None
 
 

@@ -94,7 +94,7 @@ def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool =
     v = torch.empty((p.batch, p.heads_kv, p.seqlen_k, p.head_dim_v), dtype=dtype)
     do = torch.empty((p.batch, p.heads_q, p.seqlen_q, p.head_dim_v), dtype=dtype)
     rows = torch.empty((p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32)
-    ds = torch.empty((p.batch * p.heads_q, -(-p.seqlen_k // 64) * 64, padded_rows(p)), dtype=dtype)
+    ds = torch.empty(bwd_launch.ds_shape(p, p.batch * p.heads_q), dtype=dtype)
     tensors = _operands(p) if p.operands else NO_TENSORS
     if isinstance(config, KeysConfig):
         name = "keeps" if keeps else "dkdv"
@@ -146,25 +146,24 @@ def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem,
     full.
     """
     for dims in head_dims:
-        tables = [(DKDV[dims], False), (DQ[dims], False), (DKDV[dims], True), (KEPT[dims], True)]
+        tables = [(DKDV[dims], False, tuple(MASKS)), (DQ[dims], False, tuple(MASKS))]
+        tables += [(DKDV[dims], True, ("full", "causal")), (KEPT[dims], True, ("full", "causal"))]
         if isinstance(dims, int):
-            tables.append((ADDING.get(dims, ()), False))
-        for configs, keeps in tables:
+            tables += [(ADDING.get((dims, False), ()), False, ("full", "tail")), (ADDING.get((dims, True), ()), False, ("causal",))]
+        for configs, keeps, masks in tables:
             for place, config in enumerate(configs):
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
-                for mask, bounds in MASKS.items():
-                    adding = isinstance(config, AddingConfig)
-                    if adding and mask not in ("full", "tail"):
-                        continue
-                    if (place or keeps) and mask in ("tail", "window") and (not every or keeps):
+                for mask in masks:
+                    if place and mask in ("tail", "window") and not every:
                         continue
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        if dtype == "float16" and (place or keeps or mask != ("full" if adding else "causal")) and not every:
+                        other = "causal" if "causal" in masks else "full"
+                        if dtype == "float16" and (place or keeps or mask != other) and not every:
                             continue
-                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={bounds} arch=sm_90"
+                        text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={MASKS[mask]} arch=sm_90"
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
 
 

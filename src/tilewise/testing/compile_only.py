@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..arch import ARCHS
+from ..arch import ARCHS, ptxas_name
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, shared_config, splits_dkdv
 from ..configs.split import parts_of, turned
 from ..configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
@@ -326,13 +326,12 @@ def _assemble(compiled: Any, arch: str) -> tuple[str, str]:
 
     version = tuple(int(x) for x in triton.__version__.split(".")[:2])
     capability = ARCHS[arch].compute_capability
-    newer = capability >= (90 if version >= (3, 9) else 100)
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = os.path.join(folder, "k.ptx"), os.path.join(folder, "k.cubin")
         with open(ptx, "w") as file:
             file.write(compiled.asm["ptx"])
-        command = [_tool("ptxas-blackwell" if newer else "ptxas"), "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
+        command = [_tool(ptxas_name(capability, version)), "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
         if version >= (3, 7):
             command.insert(2, "--regAllocOptLevel=2")
         assembled = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .bias import biased_weights, make_bias
-from .bwd import _pass_over
-from .bwd_parts import Keys, feed, first_tiles, hidden, make_row_ring, packed, product_with, program, rows_of, write_tile
+from .bwd_parts import Keys, hidden, packed, product_with, program, rows_of
+from .chunks import make_part_ring, make_tiles, pass_over
 from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
@@ -45,11 +45,10 @@ def _feed_queries(ring, desc, rows_desc, sums_desc, sums, bias, bias_desc, keys,
     wait(ring.empty.index(slot), ((step // ring.SLOTS) & 1) ^ 1)
     full = ring.full.index(slot)
     row = m_block * keys.BLOCK_M
-    head_row = batch * keys.heads_kv * keys.group + head
+    head_row = keys.rows_head(batch, head)
     OF_ROWS: gl.constexpr = 2 * rows_desc.block_type.nbytes
     mbarrier.expect(full, desc.block_type.nbytes + OF_ROWS + bias.CONSUMERS * bias_desc.block_type.nbytes)
-    tile = ring.tiles.index(slot)
-    tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
+    ring.tiles.load(desc, batch, head, row, slot, full)
     tma.async_load(rows_desc, [head_row, row], full, ring.rows.index(slot))
     tma.async_load(sums_desc, [head_row, row], full, sums.rows.index(slot))
     bias.copy(bias_desc, full, batch, head, row, start_n, step, False)
@@ -63,13 +62,13 @@ def _feeder(
     """This program's keys and values once, then every tile of queries of every head of the group."""
     batch, head_kv, start_n = _place(keys, bias)
     lo, hi = keys.tiles(start_n)
-    first_tiles(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
-    first_tiles(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
+    k_tiles.load_all(k_desc, batch, head_kv, start_n, kv_full.index(0))
+    v_tiles.load_all(v_desc, batch, head_kv, start_n, kv_full.index(1))
     step = 0
     for member in range(keys.group):
         head = head_kv * keys.group + member
         for m_block in range(lo, hi):
-            feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, step)
+            do_ring.fill(do_desc, batch, head, m_block * keys.BLOCK_M, step, delta_desc, keys.rows_head(batch, head))
             _feed_queries(
                 q_ring, q_desc, rows_desc, sums_desc, sums, bias, bias_desc, keys, batch, head, m_block, start_n, step
             )
@@ -89,14 +88,14 @@ def _step(
 ):  # fmt: skip
     """One tile of queries, whose products are in ``s``. Issues those of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
-    q_tile = q_ring.tile(step)
+    q_tile = q_ring.parts(step)[0]
     b = bias.tile(step, C).permute((1, 0)).load(S_LAYOUT)
     log_l = sums.load(step % q_ring.SLOTS, keys.BLOCK_M, S_LAYOUT)
     p = biased_weights(s, b, rows_of(q_ring, step, S_LAYOUT)[None, :], log_l[None, :], sm_scale)
     if MASKED:
         p = hidden(p, keys, None, m_block, key_row)
     p16, words = packed(p, q_tile.dtype)
-    do_tile = do_ring.take(step)
+    do_tile = do_ring.take(step)[0]
     if keys.NEED_DK:
         dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros + rows_of(do_ring, step, S_LAYOUT)[None, :], is_async=True)
     if keys.NEED_DV:
@@ -113,7 +112,7 @@ def _step(
     # The last one works on a slot that is being refilled, and nobody reads its scores.
     if more:
         q_ring.arrived(step + 1)
-    s_next = _scores(k_tile, q_ring.tile(step + 1), zeros)
+    s_next = _scores(k_tile, q_ring.parts(step + 1)[0], zeros)
     if keys.NEED_DK:
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
     q_ring.release(step)
@@ -143,8 +142,8 @@ def _consumer(C: gl.constexpr, keys, bias, sums, dk_desc, dv_desc, k_tiles, v_ti
     key_row = start_n + C * ROWS
     lo, hi = keys.tiles(start_n)
     own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
-    k_tile = k_tiles.index(C)
-    v_tile = v_tiles.index(C)
+    k_tile = k_tiles.parts(C)[0]
+    v_tile = v_tiles.parts(C)[0]
     dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
@@ -158,9 +157,9 @@ def _consumer(C: gl.constexpr, keys, bias, sums, dk_desc, dv_desc, k_tiles, v_ti
         k_operand = k_tile
         v_operand = v_tile
     for _member in range(keys.group):
-        step = _pass_over(own_lo - lo, step, q_ring, do_ring)
+        step = pass_over(own_lo - lo, step, q_ring, do_ring)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(k_operand, q_ring.tile(step), zeros),))
+        s = warpgroup_mma_wait(0, deps=(_scores(k_operand, q_ring.parts(step)[0], zeros),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
                 own_lo, free_lo, own_hi, s, dk, dv, step, keys, bias, sums, C, k_operand, v_operand, q_ring, do_ring, zeros,
@@ -175,13 +174,13 @@ def _consumer(C: gl.constexpr, keys, bias, sums, dk_desc, dv_desc, k_tiles, v_ti
                 free_hi, own_hi, own_hi, s, dk, dv, step, keys, bias, sums, C, k_operand, v_operand, q_ring, do_ring, zeros,
                 key_row, sm_scale, True, P_LAYOUT,
             )  # fmt: skip
-        step = _pass_over(hi - own_hi, step, q_ring, do_ring)
+        step = pass_over(hi - own_hi, step, q_ring, do_ring)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = _place(keys, bias)
     if keys.NEED_DV:
-        write_tile(dv, dv_desc, v_tile, batch, head_kv, start_n + C * ROWS)
+        v_tiles.write((dv,), 1.0, dv_desc, batch, head_kv, start_n + C * ROWS, C)
     if keys.NEED_DK:
-        write_tile(dk * sm_scale, dk_desc, k_tile, batch, head_kv, start_n + C * ROWS)
+        k_tiles.write((dk,), sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS, C)
     tma.store_wait(0)
 
 
@@ -195,11 +194,10 @@ def _dkdv_bias_kernel(
     CONSUMER_REGISTERS: gl.constexpr, FEEDER_REGISTERS: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
-    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
-    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
-    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
+    k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
+    v_tiles = make_tiles(v_desc, HEAD_DIM, ROWS, CONSUMERS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
     sums = Sums(rows, IN_REGISTERS)
     bias = make_bias(bias_desc, heads_kv, batches, STAGES, CONSUMERS, BY_BATCH, BY_HEAD)

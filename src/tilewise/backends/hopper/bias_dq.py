@@ -9,8 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bias import biased, fill_keys, make_bias
 from .bias_fwd import locate
-from .bwd_dq import _pass_over
-from .fwd import _for_workers
+from .fwd import _for_workers, _pass_over
 from .parts import ROWS, WARPS, Work, make_ring, wait
 from .terms import LOG2_E, Own, masked
 

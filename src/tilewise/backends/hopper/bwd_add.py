@@ -8,8 +8,7 @@ The sums lie in the order in which a warpgroup holds an accumulator: for each 64
 thread. So one vector instruction of a warp adds 512 bytes that lie side by side; ``_gather_kernel`` (``bwd_rows.py``) puts them in
 their places.
 
-There are no bounds: with the mask of a diagonal beside it, the main loop has no registers left at BLOCK_M 128, and with 64
-queries a tile the other kernels were as fast.
+A consumer whose keys a tile of queries does not see hands over zeros, so that the product of all keys is right.
 
 The adder feeds as well: the next tile is copied in before the adds of a step, into the slot that the step before has left. With
 fewer than three slots the consumers would wait for a tile that is fed after the ds that they have yet to hand on.
@@ -23,24 +22,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .bwd import _scores, _steps
-from .bwd_parts import Keys, feed, make_row_ring, publish, write_tile
+from .bwd import _steps
+from .bwd_parts import Keys, publish, scores
+from .chunks import accumulator, make_part_ring, pass_over, zeros_like
+from .ds_tiles import BLOCKS_OF_TWO, put
 from .parts import ROWS, WARPS, arrive_warp, wait
 
 WIDTH = gl.constexpr(64)  # columns that the adder makes at a time
 
 # Kernel arguments that never enter a compile key.
-LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "n_blocks", "heads_total")
+LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "n_blocks", "heads_total", "heads_together")
 
 
 @gluon.aggregate
 class DsRing:
     """Slots of ds^T on their way to the adder, ROWS keys from each consumer."""
 
-    tiles: gl.shared_memory_descriptor  # [SLOTS, BLOCK_N keys, BLOCK_M queries]
+    tiles: gl.shared_memory_descriptor  # [SLOTS * BLOCK_M / 64, BLOCK_N keys, 64 queries]: a tile of ``ds_tiles.py`` a consumer
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
+    EARLY: gl.constexpr  # as ``KeptDs.EARLY``
 
     @gluon.jit
     def take(self, step):
@@ -56,72 +58,81 @@ class Handed:
 
     ring: DsRing
     C: gl.constexpr
+    EARLY: gl.constexpr
 
     @gluon.jit
     def put(self, step, ds, m_block):
         ring = self.ring
         slot = step % ring.SLOTS
         wait(ring.empty.index(slot), ((step // ring.SLOTS) & 1) ^ 1)
-        ring.tiles.index(slot).slice(self.C * ROWS, ROWS, dim=0).store(ds)
-        fence_async_shared()
+        put(ds, ring.tiles.index(slot * (ds.shape[1] // ROWS)).slice(self.C * ROWS, ROWS, dim=0), True)
         publish(ring.full.index(slot))
+
+    @gluon.jit
+    def pass_over(self, count, step, q_ring, do_ring, BLOCK_M: gl.constexpr):
+        """Let ``count`` tiles of queries go by that do not see this consumer's keys: their ds is 0."""
+        for _ in range(count):
+            step = pass_over(1, step, q_ring, do_ring)
+            self.put(step - 1, gl.zeros([ROWS, BLOCK_M], self.ring.tiles.dtype, accumulator(BLOCK_M)), 0)
+        return step
 
 
 @gluon.jit
-def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
-    tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, EARLY: gl.constexpr):
+    tiles = gl.allocate_shared_memory(dtype, [SLOTS * (BLOCK_M // ROWS), BLOCK_N, ROWS], gl.NVMMASharedLayout(0, 16, 2))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=BLOCK_N // ROWS * WARPS)
         mbarrier.init(empty.index(i), count=WARPS)
-    return DsRing(tiles, full, empty, SLOTS)
+    return DsRing(tiles, full, empty, SLOTS, EARLY)
 
 
 @gluon.jit
 def _consumer(
     C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
 ):
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     batch, head_kv, start_n = keys.place()
     key_row = start_n + C * ROWS
-    # Without bounds all keys see all tiles of queries; if the last keys are not a whole tile, some or all of them need the mask.
-    tiles = keys.q_pad // keys.BLOCK_M
-    free = tiles
-    if keys.HAS_TAIL:  # noqa: SIM102 (one is a constant)
-        if key_row + ROWS > keys.seqlen_k:
-            free = tiles * 0
-    k_tile = k_tiles.slice(C * ROWS, ROWS, dim=0)
-    v_tile = v_tiles.slice(C * ROWS, ROWS, dim=0)
-    handed = Handed(ds_ring, C)
-    dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
-    dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
+    lo, hi = keys.tiles(start_n)
+    own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
+    k = (k_tiles.slice(C * ROWS, ROWS, dim=0),)
+    v = (v_tiles.slice(C * ROWS, ROWS, dim=0),)
+    handed = Handed(ds_ring, C, ds_ring.EARLY)
+    dk = zeros_like(k)
+    dv = zeros_like(v)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)
     wait(kv_full.index(1), 0)
     for _ in range(keys.group):
+        step = handed.pass_over(own_lo - lo, step, q_ring, do_ring, keys.BLOCK_M)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(_scores(k_tile, q_ring.tile(step), zeros, keys, own, left),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, left),))
+        if keys.HAS_UPPER:
+            s, dk, dv, step = _steps(
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
+                qk_scale2, handed, True,
+            )  # fmt: skip
         s, dk, dv, step = _steps(
-            0, free, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-            qk_scale2, handed, False, P_LAYOUT,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
+            qk_scale2, handed, False,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free, tiles, tiles, s, dk, dv, step, keys, own, left, k_tile, v_tile, q_ring, do_ring, zeros, key_row,
-                qk_scale2, handed, True, P_LAYOUT,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
+                qk_scale2, handed, True,
             )  # fmt: skip
+        step = handed.pass_over(hi - own_hi, step, q_ring, do_ring, keys.BLOCK_M)
     # The adder still reads the keys, so dk and dv leave through slots of queries and gradients.
     arrive_warp(left)
     wait(left, 0)
     # Worked out again rather than kept in registers.
     batch, head_kv, start_n = keys.place()
-    write_tile(dv, dv_desc, do_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
-    write_tile(dk * sm_scale, dk_desc, q_ring.tiles.index(C), batch, head_kv, start_n + C * ROWS)
+    do_ring.tiles.write(dv, 1.0, dv_desc, batch, head_kv, start_n + C * ROWS, C)
+    q_ring.tiles.write(dk, sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS, C)
     tma.store_wait(0)
 
 
@@ -148,7 +159,8 @@ def _add_tile(tile, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr):
     SLICES: gl.constexpr = keys.BLOCK_M // ROWS * PARTS
     for i in gl.static_range(SLICES):
         zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-        ds = ds_ring.tiles.index(slot).slice((i // PARTS) * ROWS, ROWS, dim=1)
+        ds = ds_ring.tiles.index(slot * (keys.BLOCK_M // ROWS) + i // PARTS)
+        ds = ds.reinterpret(ds.dtype, [keys.BLOCK_N, ROWS], BLOCKS_OF_TWO)
         k = k_tiles.slice((i % PARTS) * WIDTH, WIDTH, dim=1)
         x = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=(x,))
@@ -167,8 +179,8 @@ def _first_tile(desc, batch, head, row, tile, full):
 
 @gluon.jit
 def _feed_both(fed, head, m_block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
-    feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, fed)
-    feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, fed)
+    do_ring.fill(do_desc, batch, head, m_block * keys.BLOCK_M, fed, delta_desc, keys.rows_head(batch, head))
+    q_ring.fill(q_desc, batch, head, m_block * keys.BLOCK_M, fed, lse2_desc, keys.rows_head(batch, head))
 
 
 @gluon.jit
@@ -177,32 +189,41 @@ def _adder(
 ):
     """Copies tiles in, one fewer ahead than there are slots, and adds ds k of each tile to memory."""
     batch, head_kv, start_n = keys.place()
-    tiles = keys.q_pad // keys.BLOCK_M
-    total = tiles * keys.group
+    lo, hi = keys.tiles(start_n)
+    total = (hi - lo) * keys.group
     _first_tile(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
     _first_tile(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
     fed = 0
     head = head_kv * keys.group
-    block = 0
+    block = lo
     for _ in range(min(q_ring.SLOTS - 1, total)):
         _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
         fed += 1
         block += 1
-        if block == tiles:
-            block = 0
+        if block == hi:
+            block = lo
             head += 1
     wait(kv_full.index(0), 0)
-    first = (batch * keys.heads_kv + head_kv) * total
+    # The tile of queries whose dq is added to, and its number, counted over all heads.
+    added = lo
+    tiles = keys.q_pad // keys.BLOCK_M
+    number = (batch * keys.heads_kv + head_kv) * keys.group * tiles + lo
     for step in range(total):
         slot = ds_ring.take(step)
+        fence_async_shared()
         if fed < total:
             _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
             fed += 1
             block += 1
-            if block == tiles:
-                block = 0
+            if block == hi:
+                block = lo
                 head += 1
-        _add_tile(first + step, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr)
+        _add_tile(number, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr)
+        number += 1
+        added += 1
+        if added == hi:
+            added = lo
+            number += tiles - (hi - lo)
     # Two partitions that end alike would be merged, and the register counts of both be lost.
     gl.inline_asm("// the adder ends", "~{memory}")
 
@@ -210,9 +231,10 @@ def _adder(
 @gluon.jit(do_not_specialize=LENGTHS)
 def _dkdvdq_kernel(
     k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, sums_ptr, qk_scale2, sm_scale,
-    heads_kv, group, q_pad, seqlen_k, q_start, n_blocks, heads_total,
-    HAS_TAIL: gl.constexpr,
+    heads_kv, group, q_pad, seqlen_k, q_start, upper, n_blocks, heads_total, heads_together,
+    HAS_UPPER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_SLOTS: gl.constexpr,
+    EARLY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
@@ -221,19 +243,19 @@ def _dkdvdq_kernel(
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
-    q_ring = make_row_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    do_ring = make_row_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS)
-    ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS)
+    q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
+    do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
+    ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS, EARLY)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     mbarrier.init(left, count=CONSUMERS * WARPS)
-    # No bounds, no terms, all heads in one launch; KEEPS: ds is handed on.
+    # No lower bound, no terms, all heads in one launch; KEEPS: ds is handed on.
     none = heads_total * 0
     keys = Keys(
-        n_blocks, heads_total, heads_total, none, heads_kv, group, q_pad, seqlen_k, q_start, none, none,
-        BLOCK_M, BLOCK_N, HEAD_DIM, False, False, HAS_TAIL, "any", True, True, True,
+        n_blocks, heads_total, heads_together, none, heads_kv, group, q_pad, seqlen_k, q_start, upper, none,
+        BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, False, HAS_TAIL, LONGEST, True, True, True,
         None, None, None, None, None, STEPS, False, False, False, False,
     )  # fmt: skip
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)

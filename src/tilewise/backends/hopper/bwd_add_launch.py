@@ -10,7 +10,7 @@ from ...configs.hopper_backward import AddingConfig, padded_rows
 from ...problem import Problem
 from ..launching import Plan
 from . import bwd_add, bwd_rows
-from .common import LOG2_E, plan
+from .common import LOG2_E, longest, plan, together
 
 __all__ = ["adding_plans", "backward_adding"]
 
@@ -29,14 +29,22 @@ def _gradients(problem: Problem, config: AddingConfig) -> Plan:
     p = problem
     n_blocks = -(-p.seqlen_k // config.block_n)
     heads = p.batch * p.heads_kv
-    numbers = (p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, n_blocks, heads)
+    upper, _, has_upper, _ = p.bounds
+    streamed = padded_rows(p) * 2 * p.head_dim * p.itemsize * p.group
+    numbers = (
+        *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper),
+        *(n_blocks, heads, together(heads, 1, streamed)),
+    )
     options = {
+        "HAS_UPPER": has_upper,
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
+        "LONGEST": longest(p, keys=True),
         "HEAD_DIM": p.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "DS_SLOTS": config.ds_slots,
+        "EARLY": config.early,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "ADDER_REGISTERS": config.adder_registers,
         "STEPS": (),

@@ -4,7 +4,8 @@
 
 No gradient is added up in memory, so the bits repeat. Partitions: BLOCK_M / 64 consumers and a producer, which walk the same tiles
 (``parts.Work``); queries and gradients of the output are resident. In the overlapped form dq is one tile behind: the product of the
-last tile, whose ``ds`` is carried as a register operand, is issued after both products of the next tile.
+last tile, whose ``ds`` is carried as a register operand, is issued after both products of the next tile. A tile is a row of parts,
+nearly always one (``chunks.py``), and dq has an accumulator for each.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     resident        full: 1 (bytes), once for each consumer
@@ -15,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import ROWS, WARPS, Work, make_ring, wait
+from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
+from .parts import ROWS, WARPS, Work, wait
 from .terms import exponents, make_ramp, masked, own_of
 
 # Kernel arguments that never enter a compile key.
@@ -24,15 +26,13 @@ LENGTHS += ("m_blocks", "heads_total", "heads_together", "table_batch", "table_h
 
 
 @gluon.jit
-def _producer(
-    work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring
-):
+def _producer(work, group, q_desc, k_desc, v_desc, do_desc, q_tiles, do_tiles, resident, k_ring, v_ring):
     batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
     for c in gl.static_range(work.CONSUMERS):
         full = resident.index(c)
-        mbarrier.expect(full, 2 * q_desc.block_type.nbytes)
-        tma.async_load(q_desc, [batch, head, start_m + c * ROWS, 0], full, q_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
-        tma.async_load(do_desc, [batch, head, start_m + c * ROWS, 0], full, do_tiles.index(c).reshape([1, 1, ROWS, work.HEAD_DIM]))
+        mbarrier.expect(full, q_tiles.BOXES * q_desc.block_type.nbytes + do_tiles.BOXES * do_desc.block_type.nbytes)
+        q_tiles.load(q_desc, batch, head, start_m + c * ROWS, c, full)
+        do_tiles.load(do_desc, batch, head, start_m + c * ROWS, c, full)
     head_kv = head // group
     own = own_of(work, batch, head, start_m, None, None)
     for step in range(hi - lo):
@@ -54,27 +54,15 @@ def _weights(s, lse2, qk_scale2, work, own, place, start_row, free_lo, free_hi):
 
 
 @gluon.jit
-def _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT: gl.constexpr):
+def _products(q, do, k_ring, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT: gl.constexpr):
     """Issue s = q k^T and dp - delta = do v^T - delta."""
-    zeros = gl.zeros([ROWS, k_tile.type.shape[0]], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    k = k_ring.take(step)
+    zeros = gl.zeros([ROWS, work.BLOCK_N], gl.float32, S_LAYOUT)
+    s = inner(q, k, zeros, True)
     if work.RAMP:
         s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
-    v_tile = v_ring.take(step)
-    dp = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zeros + minus_delta[:, None], is_async=True)
+    dp = inner(do, v_ring.take(step), zeros + minus_delta[:, None], False)
     return s, dp
-
-
-@gluon.jit
-def _pass_over(count, step, k_ring, v_ring):
-    """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
-    for _ in range(count):
-        k_ring.take(step)
-        k_ring.release(step)
-        v_ring.take(step)
-        v_ring.release(step)
-        step += 1
-    return step
 
 
 @gluon.jit
@@ -82,9 +70,7 @@ def _consumer(
     C: gl.constexpr, work, dq_desc, lse2_ptr, delta_ptr, q_pad, qk_scale2, sm_scale, q_tiles, do_tiles, resident, k_ring, v_ring,
     ramp,
 ):  # fmt: skip
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.BLOCK_N, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, work.HEAD_DIM, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)
+    S_LAYOUT: gl.constexpr = accumulator(work.BLOCK_N)
     DTYPE: gl.constexpr = dq_desc.dtype
     batch, head, start_m, lo, hi = work.locate(gl.program_id(0))
     start_row = start_m + C * ROWS
@@ -96,52 +82,49 @@ def _consumer(
     own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
     if work.RAMP:  # what the scores of a row lack
         lse2 = lse2 + own.slope2 * (rows - start_row).to(gl.float32)
-    q_tile = q_tiles.index(C)
-    do_tile = do_tiles.index(C)
-    dq = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, Q_LAYOUT)
+    q = q_tiles.parts(C)
+    do = do_tiles.parts(C)
+    dq = zeros_like(q)
     wait(resident.index(C), 0)
     step = 0
-    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = pass_over(hi - own_hi, step, k_ring, v_ring)
     if work.OVERLAP:
-        s, dp = _products(q_tile, do_tile, k_ring.take(step), v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s, dp = _products(q, do, k_ring, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
+        s = warpgroup_mma_wait(len(do), deps=(s,))
         p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1, start_row, free_lo, free_hi)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         v_ring.release(step)
-        ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
+        ds = operand((p * dp).to(DTYPE), dq)
         for j in range(1, own_hi - own_lo):
-            s, dp = _products(q_tile, do_tile, k_ring.take(step + 1), v_ring, step + 1, minus_delta, work, own, ramp, S_LAYOUT)
-            dq = warpgroup_mma(ds, k_ring.take(step), dq, is_async=True)
-            s = warpgroup_mma_wait(2, deps=(s,))
+            s, dp = _products(q, do, k_ring, v_ring, step + 1, minus_delta, work, own, ramp, S_LAYOUT)
+            dq = outer(ds, k_ring.take(step), dq)
+            s = warpgroup_mma_wait(len(do) + len(q), deps=(s,))
             p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1 - j, start_row, free_lo, free_hi)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp = warpgroup_mma_wait(len(q), deps=(dp,))
             v_ring.release(step + 1)
             ds_next = p * dp
-            dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+            ds, dq = settled(0, ds, dq)
             k_ring.release(step)
-            ds = gl.convert_layout(ds_next.to(DTYPE), P_LAYOUT)
+            ds = operand(ds_next.to(DTYPE), dq)
             step += 1
-        dq = warpgroup_mma(ds, k_ring.take(step), dq, is_async=True)
-        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        dq = outer(ds, k_ring.take(step), dq)
+        ds, dq = settled(0, ds, dq)
         k_ring.release(step)
         step += 1
     else:
         for j in range(own_hi - own_lo):
-            k_tile = k_ring.take(step)
-            s, dp = _products(q_tile, do_tile, k_tile, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s, dp = _products(q, do, k_ring, v_ring, step, minus_delta, work, own, ramp, S_LAYOUT)
+            s = warpgroup_mma_wait(len(do), deps=(s,))
             p = _weights(s, lse2, qk_scale2, work, own, own_hi - 1 - j, start_row, free_lo, free_hi)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             v_ring.release(step)
-            ds = gl.convert_layout((p * dp).to(DTYPE), P_LAYOUT)
-            dq = warpgroup_mma(ds, k_tile, dq, is_async=True)
-            dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+            ds = operand((p * dp).to(DTYPE), dq)
+            dq = outer(ds, k_ring.parts(step), dq)
+            ds, dq = settled(0, ds, dq)
             k_ring.release(step)
             step += 1
-    _pass_over(own_lo - lo, step, k_ring, v_ring)
-    q_tile.store((dq * sm_scale).to(DTYPE))
-    fence_async_shared()
-    tma.async_store(dq_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, ROWS, work.HEAD_DIM]))
+    pass_over(own_lo - lo, step, k_ring, v_ring)
+    q_tiles.write(dq, sm_scale, dq_desc, batch, head, start_row, C)
     tma.store_wait(0)
 
 
@@ -151,20 +134,20 @@ def _dq_kernel(
     heads_q, group, seqlen_q, seqlen_k, q_pad, q_start, upper, lower, m_blocks, heads_total, heads_together,
     terms, table_batch, table_head, table_width,
     HAS_UPPER: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_TAIL: gl.constexpr, LONGEST: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     STEPS: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = HAS_UPPER or HAS_LOWER or HAS_TAIL or LISTED
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
-    do_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    q_tiles = make_tiles(q_desc, HEAD_DIM, ROWS, CONSUMERS)
+    do_tiles = make_tiles(do_desc, HEAD_DIM_V, ROWS, CONSUMERS)
     resident = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(resident.index(i), count=1)
-    k_ring = make_ring(k_desc, BLOCK_N, HEAD_DIM, K_STAGES, CONSUMERS * WARPS)
-    v_ring = make_ring(v_desc, BLOCK_N, HEAD_DIM, V_STAGES, CONSUMERS * WARPS)
+    k_ring = make_part_ring(k_desc, BLOCK_N, HEAD_DIM, K_STAGES, CONSUMERS * WARPS, False)
+    v_ring = make_part_ring(v_desc, BLOCK_N, HEAD_DIM_V, V_STAGES, CONSUMERS * WARPS, False)
     work = Work(
         lse2_ptr, m_blocks, heads_total, heads_together, heads_q, seqlen_q, seqlen_k, q_start, upper, lower, resident, resident,
         BLOCK_M, BLOCK_N, HEAD_DIM, CONSUMERS, HAS_UPPER, HAS_LOWER, MASKED, False, OVERLAP, LONGEST, False, False, False, 1,

@@ -1,8 +1,8 @@
 """Backward: ``dq = sm_scale ds k`` from a ds that the kernel for dk and dv has left in memory: one product instead of three.
 
-ds lies transposed, [heads, keys, queries], zero where a query may not see a key. A tile of 64 keys by 64 queries was written if a
-pair of it may be seen, and only such tiles are read. Partitions: BLOCK_M / 64 consumers and a producer; each fills or reads one
-ring, whose slots hold ds of 64 keys by BLOCK_M queries and those keys.
+ds lies transposed, in tiles of 64 keys by 64 queries (``ds_tiles.py``), zero where a query may not see a key. A tile was written
+if a pair of it may be seen, and only such tiles are multiplied. Partitions: BLOCK_M / 64 consumers and a producer; each fills or reads
+one ring, whose slots hold ds of 64 keys by BLOCK_M queries and those keys.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     slots    full: 1 (bytes of both tiles)   empty: C * W, each warp after its last read
@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .chunks import Tiles, made, make_tiles, outer, zeros_like
+from .ds_tiles import BLOCKS
 from .parts import ROWS, WARPS, arrive_warp, order, tile_range, wait
 
 # Kernel arguments that never enter a compile key.
@@ -31,7 +32,7 @@ class Kept:
     seqlen_k: gl.tensor
     q_start: gl.tensor
     upper: gl.tensor
-    ds_tiles: gl.shared_memory_descriptor  # [STAGES, ROWS keys, BLOCK_M]
+    ds_tiles: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M, 64]: a tile for each 64 queries
     k_tiles: Tiles  # STAGES of [ROWS keys, HEAD_DIM]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -61,12 +62,13 @@ def _producer(kept, ds_desc, k_desc, heads_q, group, head_first):
     head, start_m = kept.place()
     batch = (head_first + head) // heads_q
     head_kv = (head_first + head - batch * heads_q) // group
+    key_tiles = (kept.seqlen_k + ROWS - 1) // ROWS
     for step in range(kept.tiles(start_m, kept.BLOCK_M)):
         slot = step % kept.STAGES
         wait(kept.empty.index(slot), ((step // kept.STAGES) & 1) ^ 1)
         full = kept.full.index(slot)
         mbarrier.expect(full, ds_desc.block_type.nbytes + kept.HEAD_DIM // kept.k_tiles.COLUMNS * k_desc.block_type.nbytes)
-        tma.async_load(ds_desc, [head, step * ROWS, start_m], full, kept.ds_tiles.index(slot).reshape([1, ROWS, kept.BLOCK_M]))
+        tma.async_load(ds_desc, [head * key_tiles + step, start_m, 0], full, kept.ds_tiles.index(slot))
         kept.k_tiles.load(k_desc, batch, head_kv, step * ROWS, slot, full)
 
 
@@ -79,7 +81,7 @@ def _consumer(C: gl.constexpr, kept, dq_desc, out_tiles, sm_scale, heads_q, head
     for step in range(own):
         slot = step % kept.STAGES
         wait(kept.full.index(slot), (step // kept.STAGES) & 1)
-        ds = kept.ds_tiles.index(slot).slice(C * ROWS, ROWS, dim=1)
+        ds = kept.ds_tiles.index(slot).slice(C * ROWS, ROWS, dim=1).reinterpret(dq_desc.dtype, [ROWS, ROWS], BLOCKS)
         dq = outer(ds.permute((1, 0)), kept.k_tiles.parts(slot), dq)
         dq = made(len(dq), dq)
         if step > 0:
@@ -103,8 +105,7 @@ def _dq_kept_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ds_tiles = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, ROWS, BLOCK_M], LAYOUT)
+    ds_tiles = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, 1, BLOCK_M, ROWS], ds_desc.layout)
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, STAGES)
     out_tiles = make_tiles(dq_desc, HEAD_DIM, ROWS, CONSUMERS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -16,7 +16,6 @@ from ...configs.hopper_backward import (
     KeysConfig,
     QueriesConfig,
     heads_kept,
-    in_chunks,
     lookup_adding,
     lookup_dkdv,
     lookup_dq,
@@ -29,7 +28,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
-from . import bwd, bwd256, bwd_chunks, bwd_chunks_pair, bwd_dq, bwd_dq_chunks, bwd_kept, bwd_rows
+from . import bwd, bwd_dq, bwd_kept, bwd_pair, bwd_rows
 from .bias_launch import backward_with_bias
 from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
@@ -89,6 +88,7 @@ def _dkdv(
         "NEED_DV": need_dv,
         "KEEPS": keeps,
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CONSUMER_REGISTERS": config.consumer_registers,
@@ -99,18 +99,11 @@ def _dkdv(
     width, width_v = columns(p.head_dim), columns(p.head_dim_v)
     k_block, v_block, rows = (1, 1, 64, width), (1, 1, 64, width_v), (1, config.block_m)
     # Where ds is not kept, the output dk stands in for it and is not touched.
-    kept = (1, 64, config.block_m) if keeps else k_block
+    kept = (1, config.block_m, 64) if keeps else k_block
     streamed = ((1, 1, config.block_m, width), (1, 1, config.block_m, width_v))
     blocks = (k_block, v_block, *streamed, rows, rows, k_block, v_block, kept)
-    if in_chunks(p):
-        options["HEAD_DIM_V"] = p.head_dim_v
-        if config.p_slots:
-            options["P_SLOTS"] = config.p_slots
-            return plan(bwd_chunks_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, options, named)
-        options["BLOCK_N"] = config.block_n
-        return plan(bwd_chunks._dkdv_chunks_kernel, n_blocks * heads, blocks, numbers, options, named)
     if config.p_slots:
-        return plan(bwd256._dkdv256_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
+        return plan(bwd_pair._dkdv_pair_kernel, n_blocks * heads, blocks, numbers, {**options, "P_SLOTS": config.p_slots}, named)
     return plan(bwd._dkdv_kernel, n_blocks * heads, blocks, numbers, {**options, "BLOCK_N": config.block_n}, named)
 
 
@@ -133,6 +126,7 @@ def _dq(
         "HAS_TAIL": p.seqlen_k % config.block_n != 0,
         "LONGEST": longest(p, keys=False),
         "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "K_STAGES": config.k_stages,
@@ -146,14 +140,20 @@ def _dq(
     width, width_v = columns(p.head_dim), columns(p.head_dim_v)
     q_block, k_block = (1, 1, 64, width), (1, 1, config.block_n, width)
     blocks = (q_block, k_block, (1, 1, config.block_n, width_v), (1, 1, 64, width_v), q_block)
-    if in_chunks(p):
-        options["HEAD_DIM_V"] = p.head_dim_v
-        return plan(bwd_dq_chunks._dq_chunks_kernel, m_blocks * heads, blocks, numbers, options, named)
     return plan(bwd_dq._dq_kernel, m_blocks * heads, blocks, numbers, options, named)
 
 
 # The plans of calls without tensors in their spec.
 _dkdv_plan, _dq_plan = (functools.lru_cache(maxsize=4096)(make) for make in (_dkdv, _dq))
+
+
+def ds_shape(problem: Problem, heads: int) -> tuple[int, int, int]:
+    """Of a ds in memory for so many heads of queries: tiles of 64 keys by 64 queries, for each head and 64 keys in a row."""
+    return heads * -(-problem.seqlen_k // 64), padded_rows(problem), 64
+
+
+def _heads_of(problem: Problem, ds: torch.Tensor) -> int:
+    return ds.shape[0] // ds_shape(problem, 1)[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,7 +178,7 @@ def _kept_plan(problem: Problem, config: KeptConfig, first: int, heads: int) -> 
         "enable_fp_fusion": True,
     }
     rows = (1, 1, 64, columns(p.head_dim))
-    return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, 64, config.block_m), rows, rows), numbers, options)
+    return plan(bwd_kept._dq_kept_kernel, m_blocks * heads, ((1, config.block_m, 64), rows, rows), numbers, options)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -221,7 +221,7 @@ def launch_dkdv(
     tensors: Tensors = NO_TENSORS,
     table: BlockTable | None = None,
 ) -> Launch:
-    heads = problem.batch * problem.heads_kv if ds is None else ds.shape[0] // problem.group
+    heads = problem.batch * problem.heads_kv if ds is None else _heads_of(problem, ds) // problem.group
     each = _dkdv(problem, config, dk is not None, dv is not None, first, heads, ds is not None, tensors, table)
     outputs = (k if dk is None else dk, v if dv is None else dv)
     return each.launch(k, v, q, do, lse2, minus_delta, *outputs, outputs[0] if ds is None else ds)
@@ -246,7 +246,7 @@ def launch_dq(
 def launch_dq_kept(
     problem: Problem, config: KeptConfig, ds: torch.Tensor, k: torch.Tensor, dq: torch.Tensor, first: int = 0
 ) -> Launch:
-    return _kept_plan(problem, config, first, ds.shape[0]).launch(ds, k, dq)
+    return _kept_plan(problem, config, first, _heads_of(problem, ds)).launch(ds, k, dq)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _call_of(
             (keys_plan(True, need_dv, first, count, True), _kept_plan(p, kept, first * p.group, count * p.group))
             for first in range(0, heads, count)
         )
-        return _Call(rows, chunks, None, (count * p.group, -(-p.seqlen_k // 64) * 64, padded_rows(p)))
+        return _Call(rows, chunks, None, ds_shape(p, count * p.group))
     keys = ((keys_plan(need_dk, need_dv, 0, heads, False), None),) if need_dk or need_dv else ()
     return _Call(rows, keys, queries_plan() if need_dq else None, None)
 

@@ -1,12 +1,17 @@
-"""The named parts of the Hopper backward kernels: the keys of a program, rings of query tiles with their rows, the mask."""
+"""The named parts of the Hopper kernels that hold keys: what a program has to do, its feeder, scores, weights and the mask."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from .. import walk
-from .parts import ROWS, _shared, allowed, arrive_warp, order, wait
+from .chunks import inner
+from .parts import ROWS, _shared, allowed, order
 from .terms import Own, exponents, seen, slope_of, steep_keys
+
+# Kernel arguments that never enter a compile key.
+LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "lower", "n_blocks", "heads_total", "heads_together")
+LENGTHS += ("head_first", "seqlen_q", "table_batch", "table_head", "table_width")
 
 queries_of_program = _shared(walk.queries_of_program)
 queries_of_consumer = _shared(walk.queries_of_consumer)
@@ -98,6 +103,11 @@ class Keys:
             return place
 
     @gluon.jit
+    def rows_head(self, batch, head):
+        """A query head, counted over the batch."""
+        return batch * self.heads_kv * self.group + head
+
+    @gluon.jit
     def head(self, batch, head, tiles, qk_scale2, S_LAYOUT: gl.constexpr):
         """What the terms say of a query head; ``tiles``: its list."""
         slope2 = None
@@ -118,49 +128,6 @@ class Keys:
         )  # fmt: skip
 
 
-@gluon.aggregate
-class RowRing:
-    """Slots of shared memory: a tile [BLOCK_M, HEAD_DIM] and a number for each of its rows [BLOCK_M]."""
-
-    tiles: gl.shared_memory_descriptor
-    rows: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    SLOTS: gl.constexpr
-
-    @gluon.jit
-    def tile(self, step):
-        return self.tiles.index(step % self.SLOTS)
-
-    @gluon.jit
-    def arrived(self, step):
-        """Wait until the tile of this step is there."""
-        wait(self.full.index(step % self.SLOTS), (step // self.SLOTS) & 1)
-
-    @gluon.jit
-    def take(self, step):
-        self.arrived(step)
-        return self.tile(step)
-
-    @gluon.jit
-    def release(self, step):
-        """Each warp says that it has read the tile of this step for the last time."""
-        arrive_warp(self.empty.index(step % self.SLOTS))
-
-
-@gluon.jit
-def make_row_ring(desc, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
-    """A ring whose slots are empty again after RELEASES arrivals."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS, BLOCK_M, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
-    rows = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BLOCK_M], gl.NVMMASharedLayout(0, 32, 2))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=RELEASES)
-    return RowRing(tiles, rows, full, empty, SLOTS)
-
-
 @gluon.jit
 def rows_of(ring, step, S_LAYOUT: gl.constexpr):
     """The numbers of the rows of this step's tile, one for each column of a tile of scores."""
@@ -169,27 +136,12 @@ def rows_of(ring, step, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def feed(ring, desc, rows_desc, keys, batch, head, m_block, step):
-    """Copy one tile of one query head and the numbers of its rows into the ring, once the slot is empty."""
-    slot = step % ring.SLOTS
-    wait(ring.empty.index(slot), ((step // ring.SLOTS) & 1) ^ 1)
-    full = ring.full.index(slot)
-    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
-    tile = ring.tiles.index(slot)
-    row = m_block * keys.BLOCK_M
-    tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
-    tma.async_load(rows_desc, [(batch * keys.heads_kv * keys.group + head), row], full, ring.rows.index(slot))
-
-
-@gluon.jit
-def first_tiles(desc, batch, head, row, tiles, full):
-    """Copy the resident rows of keys or values, ROWS for each consumer."""
-    CONSUMERS: gl.constexpr = tiles.type.shape[0]
-    mbarrier.expect(full, CONSUMERS * desc.block_type.nbytes)
-    for c in gl.static_range(CONSUMERS):
-        tile = tiles.index(c)
-        box = tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]])
-        tma.async_load(desc, [batch, head, row + c * tile.type.shape[0], 0], full, box)
+def scores(k, q, zeros, keys, own, ramp):
+    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
+    s = inner(k, q, zeros, True)
+    if keys.RAMP:
+        s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -286,6 +238,22 @@ def product_with(words, dp, dtype: gl.constexpr):
     return gl.inline_asm(TEXT, ("=&h", "r", "f"), [words, dp], dp.type.with_element_ty(dtype), is_pure=True)
 
 
+_TIMES = "mul.f32 a, a, $2; mul.f32 b, b, $3;"
+_TIMES_BF16 = "{ .reg .b32 r; .reg .f32 a, b; shl.b32 r, $1, 16; mov.b32 a, r; and.b32 r, $1, 0xffff0000; mov.b32 b, r; " + _TIMES
+_TIMES_BF16 = gl.constexpr(_TIMES_BF16 + " cvt.rn.bf16x2.f32 $0, b, a; }")
+_TIMES_FP16 = "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; " + _TIMES
+_TIMES_FP16 = gl.constexpr(_TIMES_FP16 + " cvt.rn.f16x2.f32 $0, b, a; }")
+
+
+@gluon.jit
+def times(p16, dp, dtype: gl.constexpr):
+    """ds = p (dp - delta) in the dtype of the inputs, from the rounded p, two elements a register as its product has them."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_TIMES_BF16, "=r,r,f,f", [p16, dp], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(_TIMES_FP16, "=r,r,f,f", [p16, dp], dtype=gl.float16, is_pure=True, pack=2)
+
+
 @gluon.jit
 def rounded(p, dtype: gl.constexpr):
     """p in the dtype of the inputs."""
@@ -298,8 +266,8 @@ def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_til
     batch, head_kv, start_n = keys.place()
     if not keys.LISTED:
         lo, hi = keys.tiles(start_n)
-    first_tiles(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
-    first_tiles(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
+    k_tiles.load_all(k_desc, batch, head_kv, start_n, kv_full.index(0))
+    v_tiles.load_all(v_desc, batch, head_kv, start_n, kv_full.index(1))
     step = 0
     for member in range(keys.group):
         head = head_kv * keys.group + member
@@ -310,38 +278,8 @@ def feed_all(keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_til
         else:
             own = keys
         for place in range(lo, hi):
-            m_block = keys.tile(own, place)
+            row = keys.tile(own, place) * keys.BLOCK_M
             # In the order in which slots come free.
-            feed(do_ring, do_desc, delta_desc, keys, batch, head, m_block, step)
-            feed(q_ring, q_desc, lse2_desc, keys, batch, head, m_block, step)
+            do_ring.fill(do_desc, batch, head, row, step, delta_desc, keys.rows_head(batch, head))
+            q_ring.fill(q_desc, batch, head, row, step, lse2_desc, keys.rows_head(batch, head))
             step += 1
-
-
-@gluon.jit
-def write_tile(x, desc, tile, batch, head, row):
-    """Start the copy of x [ROWS, HEAD_DIM] to memory, through a tile of shared memory that nobody reads any more."""
-    here = tile.slice(0, ROWS, dim=0) if tile.type.shape[0] > ROWS else tile
-    here.store(x.to(desc.dtype))
-    fence_async_shared()
-    tma.async_store(desc, [batch, head, row, 0], tile.reinterpret(desc.dtype, [1, 1, ROWS, x.shape[1]], desc.layout))
-
-
-@gluon.aggregate
-class KeptDs:
-    """The way of ds^T to memory: [heads of the launch, keys, queries]."""
-
-    desc: tma.tensor_descriptor
-    stages: gl.shared_memory_descriptor  # [consumers * 2, ROWS keys, BLOCK_M queries]
-    head: gl.tensor
-    key_row: gl.tensor
-    C: gl.constexpr
-
-    @gluon.jit
-    def put(self, step, ds, m_block):
-        """Start the copy of ds^T [ROWS, BLOCK_M] of one tile of queries; the copy of the step before may still read its slot."""
-        stage = self.stages.index(self.C * 2 + (step & 1))
-        tma.store_wait(1)
-        stage.store(ds)
-        fence_async_shared()
-        box = stage.reshape([1, ROWS, ds.shape[1]])
-        tma.async_store(self.desc, [self.head, self.key_row, m_block * ds.shape[1]], box)

@@ -1,5 +1,5 @@
-"""Tiles in parts, where head_dim is no power of two or head_dim_v is another: rings of them, and products that take one part after
-another."""
+"""Tiles as rows of parts, one where a head dim is a power of two: places and rings for them, and products that take one part after
+another. A tuple of one stands for a tile in one part."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +27,7 @@ class Tiles:
     WIDE: gl.constexpr
     NARROW: gl.constexpr
     COLUMNS: gl.constexpr
+    BOXES: gl.constexpr  # of a tile
 
     @gluon.jit
     def parts(self, place):
@@ -65,15 +66,24 @@ class Tiles:
             tma.async_load(desc, [batch, head, row, c * self.COLUMNS], full, box)
 
     @gluon.jit
+    def load_all(self, desc, batch, head, row, full):
+        """Fill all places with the rows from this one on."""
+        PLACES: gl.constexpr = self.wide.type.shape[0] // self.WIDE
+        mbarrier.expect(full, PLACES * self.BOXES * desc.block_type.nbytes)
+        for place in gl.static_range(PLACES):
+            self.load(desc, batch, head, row + place * self.wide.type.shape[1], place, full)
+
+    @gluon.jit
     def write(self, parts, scale, desc, batch, head, row, place):
-        """Start the copies of ``parts * scale`` to memory, through a place that nobody reads any more."""
+        """Start the copies of ``parts * scale``, ROWS high, to memory, through a place that nobody reads any more."""
         here = self.parts(place)
         for c in gl.static_range(len(parts)):
-            here[c].store((parts[c] * scale).to(desc.dtype))
+            part = here[c].slice(0, ROWS, dim=0) if here[c].type.shape[0] > ROWS else here[c]
+            part.store((parts[c] * scale).to(desc.dtype))
         fence_async_shared()
         boxes = self.boxes(place)
         for c in gl.static_range(len(boxes)):
-            box = boxes[c].reshape([1, 1, boxes[c].type.shape[0], self.COLUMNS])
+            box = boxes[c].reinterpret(desc.dtype, [1, 1, ROWS, self.COLUMNS], desc.layout)
             tma.async_store(desc, [batch, head, row, c * self.COLUMNS], box)
 
 
@@ -89,18 +99,17 @@ def make_tiles(desc, SIZE: gl.constexpr, ROWS_A_TILE: gl.constexpr, PLACES: gl.c
         narrow = gl.allocate_shared_memory(desc.dtype, [PLACES, ROWS_A_TILE, COLUMNS], swizzled(COLUMNS))
     else:
         narrow = wide
-    return Tiles(wide, narrow, WIDE, NARROW, COLUMNS)
+    return Tiles(wide, narrow, WIDE, NARROW, COLUMNS, SIZE // COLUMNS)
 
 
 @gluon.aggregate
 class PartRing:
-    """Slots of shared memory: a tile [rows, SIZE] in parts, and a number for each row if there is ``rows``."""
+    """Slots of shared memory: a tile in parts, and a number for each row if there is ``rows``."""
 
     tiles: Tiles
     rows: object  # [SLOTS, 1, rows]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
     SLOTS: gl.constexpr
 
     @gluon.jit
@@ -130,7 +139,7 @@ class PartRing:
         slot = step % self.SLOTS
         wait(self.empty.index(slot), ((step // self.SLOTS) & 1) ^ 1)
         full = self.full.index(slot)
-        BYTES: gl.constexpr = self.SIZE // self.tiles.COLUMNS * desc.block_type.nbytes
+        BYTES: gl.constexpr = self.tiles.BOXES * desc.block_type.nbytes
         if rows_desc is None:
             mbarrier.expect(full, BYTES)
         else:
@@ -154,7 +163,19 @@ def make_part_ring(
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return PartRing(tiles, rows, full, empty, SIZE, SLOTS)
+    return PartRing(tiles, rows, full, empty, SLOTS)
+
+
+@gluon.jit
+def pass_over(count, step, first, second):
+    """Let ``count`` tiles of both rings go by that this consumer does not need: the producer waits for every consumer."""
+    for _ in range(count):
+        first.arrived(step)
+        first.release(step)
+        second.arrived(step)
+        second.release(step)
+        step += 1
+    return step
 
 
 @gluon.constexpr_function
@@ -169,6 +190,12 @@ def zeros_like(parts):
     for c in gl.static_range(len(parts)):
         out = out + (gl.zeros([ROWS, parts[c].type.shape[1]], gl.float32, accumulator(parts[c].type.shape[1])),)
     return out
+
+
+@gluon.jit
+def operand(x, acc):
+    """x as the left operand of a product into this accumulator."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, acc[0].type.layout, 2))
 
 
 @gluon.jit
@@ -189,9 +216,9 @@ def outer(a, b, acc):
 
 
 @gluon.jit
-def settled(pending: gl.constexpr, operand, acc):
-    """``(operand, acc)`` once all but the last ``pending`` products are made; the operand is kept until then."""
-    done = warpgroup_mma_wait(pending, deps=(operand,) + acc)
+def settled(pending: gl.constexpr, left, acc):
+    """``(left, acc)`` once all but the last ``pending`` products are made; left, their operand, is kept until then."""
+    done = warpgroup_mma_wait(pending, deps=(left,) + acc)
     return done[0], done[1:]
 
 

@@ -41,10 +41,14 @@ LOG2_E = 1.4426950408889634
 # Heads whose streamed tiles fit this many bytes are worked on together, so that those stay in the L2 cache.
 L2_BUDGET = 40 << 20
 _ROWS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
+_DS_LAYOUT = gl.NVMMASharedLayout(0, 16, 3)
 
 
 def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A descriptor of tiles [1, ..., rows, columns], swizzled by the bytes of a row up to 128, or of float32 numbers [1, rows]."""
+    """A descriptor of tiles [1, ..., rows, columns], swizzled by the bytes of a row up to 128; of float32 numbers [1, rows]; or of
+    tiles of ds [1, rows, 64], which are copied as they lie."""
+    if len(block) == 3:
+        return TensorDescriptor(t, shape, strides, block, _DS_LAYOUT)
     layout = _ROWS_LAYOUT if len(block) == 2 else gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
     return TensorDescriptor(t, shape, strides, block, layout)
 

@@ -55,6 +55,12 @@ def wait(barrier, phase):
     )
 
 
+@gluon.constexpr_function
+def each(workers, of_worker, helpers, of_helper):
+    """A number for each partition but the first: the other consumers, and the warps beside them."""
+    return [of_worker] * workers + [of_helper] * helpers
+
+
 @gluon.jit
 def arrive_warp(barrier):
     """One arrival from each warp, without a synchronisation of the warpgroup: the barrier counts WARPS for a consumer."""

@@ -515,18 +515,19 @@ def forward(
     maxima: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
+    given = (q, k, v, o, lse)
     if maxima is None and _forward_units(problem):
         with torch.cuda.device_of(q):
-            wide_launch.run_forward(problem, q, k, v, o, lse, tensors, rows if problem.keeps_rows else None)
+            wide_launch.run_forward(problem, given, tensors, rows if problem.keeps_rows else None)
         return
     config = configs.lookup(problem, "fwd")
     if problem.dtype == "float32":
-        q, k, v = forward_operands(problem, q, k, v)
+        given = (*forward_operands(problem, q, k, v), o, lse)
     if tensors is NO_TENSORS and maxima is None:
-        _fwd_plan(problem, config).run(q, k, v, o, lse)
+        _fwd_plan(problem, config).run(*given)
         return
     named, told = _given(problem, tensors, config, rows if problem.keeps_rows else None, maxima)
-    _fwd_named(problem, config, *told).run(q, k, v, o, lse, *named)
+    _fwd_named(problem, config, *told).run(*given, *named)
 
 
 def backward(

@@ -274,18 +274,12 @@ _tile_weights_plan, _values_plan = (functools.lru_cache(maxsize=4096)(make) for 
 
 
 def run_forward(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    tensors: Tensors = NO_TENSORS,
-    rows: torch.Tensor | None = None,
+    problem: Problem, given: tuple[torch.Tensor, ...], tensors: Tensors = NO_TENSORS, rows: torch.Tensor | None = None
 ) -> None:
-    """Fill ``o`` and ``lse``."""
+    """Fill ``o`` and ``lse``, and ``rows`` if given. ``given``: what the kernels of narrow heads take, q, k, v, o and lse."""
     from . import _mask
 
+    q, k, v, o, lse = given
     x, config, count = problem, config_of(problem), forward_units(problem)
     mask = _mask(x, tensors, config.weights)
     m_blocks, n_blocks = _blocks(x, config)

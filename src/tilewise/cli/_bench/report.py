@@ -160,7 +160,7 @@ def render(lines: Sequence[Sequence[str]]) -> str:
 def title(header: dict[str, Any]) -> str:
     """What was measured on: card, versions, date, commit."""
     parts = [str(header.get("device") or "unknown device")]
-    versions = (("PyTorch", "torch"), ("Triton", "triton"), ("CUDA", "cuda"))
+    versions = (("PyTorch", "torch"), ("Triton", "triton"), ("ptxas", "ptxas"), ("CUDA", "cuda"))
     parts += [f"{name} {header[key]}" for name, key in versions if header.get(key)]
     if header.get("driver"):
         parts.append(f"driver {header['driver']}")

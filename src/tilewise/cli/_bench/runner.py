@@ -132,7 +132,7 @@ class Run:
         if self._states:
             # The run's own Triton is the one that tilewise's kernels use; a provider with another says so in its rows.
             ours = next((s for s in self._states if s.provider.name.startswith("tilewise")), self._states[0]).facts
-            header |= {"triton": ours["triton"], "torch": ours["torch"], "cuda": ours["cuda"]}
+            header |= {"triton": ours["triton"], "ptxas": ours.get("ptxas"), "torch": ours["torch"], "cuda": ours["cuda"]}
             header["device"] = ours["device"] or header["device"]
             self._sampler = Sampler(ours["uuid"])
         self._save()

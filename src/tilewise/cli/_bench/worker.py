@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
+from ...arch import ptxas_version
 from .cases import Case
 from .providers import Provider, Tunable, find
 from .truth import TOLERANCE, error_of, truth
@@ -73,6 +74,7 @@ class Session:
         return {
             "version": self.version,
             "triton": triton_version,
+            "ptxas": ptxas_version(self.device),
             "torch": torch.__version__,
             "cuda": torch.version.cuda or torch.version.hip,
             "device": torch.cuda.get_device_name(0) if cuda else None,
