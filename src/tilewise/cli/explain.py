@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def work(problem: Problem) -> list[Work]:
     lse = p.batch * p.heads_q * p.seqlen_q * (8 if p.dtype == "float64" else 4)
     out = [Work("forward", 2 * seen * (d + dv), q + k + v + o + lse)]
     if p.grad:
-        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}[letter] for letter in p.grad)
-        written = sum({"q": q, "k": k, "v": v}[letter] for letter in p.grad)
+        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}.get(letter, 0) for letter in p.grad)
+        written = sum({"q": q, "k": k, "v": v}.get(letter, 0) for letter in p.grad)
         out.append(Work("backward", 2 * seen * columns, q + k + v + 2 * o + lse + written))
     return out
 
@@ -117,6 +118,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", default="auto", metavar="NAME", help="explain the tiles of this backend (default: auto)")
     parser.add_argument("--tiles", type=_tiles, metavar="MxN", help="count tiles of M queries by N keys instead of the backend's")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the forward tile map of one head (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--deterministic",
+        choices=("yes", "no"),
+        help="must gradients have the same bits on every run? as mask=...,deterministic:yes (default: as PyTorch's setting says)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -167,10 +173,16 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 def _hopper_passes(problem: Problem) -> list[_Pass]:
     from ..configs import hopper, hopper_backward
 
+    if "bias" in problem.spec.steps:
+        return _bias_passes(problem)
     config = hopper.lookup(problem)
     forms = ", ".join([f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n))])
     out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), forms, hopper.origin(problem))]
     source = hopper_backward.origin(problem) if problem.grad else ""
+    adding = None if problem.spec.deterministic or set(problem.grad) != set("qkv") else hopper_backward.lookup_adding(problem)
+    if adding is not None:
+        tiles = TilePlan(problem, adding.block_m, adding.block_n)
+        return [*out, _Pass("backward", tiles, "dq added up in memory, in any order", source)]
     if set(problem.grad) & set("kv"):
         keys = hopper_backward.lookup_dkdv(problem)
         out.append(_Pass("backward dk, dv", TilePlan(problem, keys.block_m, keys.block_n), f"{keys.stages} stages", source))
@@ -185,8 +197,33 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
     return out
 
 
+def _asked(words: list[str], deterministic: str | None) -> Problem:
+    """The problem of these words, with what ``--deterministic`` says."""
+    problem = Problem.parse(" ".join(words))
+    if deterministic is None:
+        return problem
+    wanted = deterministic == "yes"
+    if problem.spec.deterministic is not None and problem.spec.deterministic is not wanted:
+        raise InvalidInput(f"--deterministic is {deterministic}, and the mask {problem.spec} says otherwise: drop one of them.")
+    return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, deterministic=wanted))
+
+
+def _bias_passes(problem: Problem) -> list[_Pass]:
+    from ..configs.hopper_bias import DBIAS, DKDV, DQ, FWD, shared_config
+    from ..configs.records import BUILT_IN
+
+    shared = shared_config(problem)
+    named = [("forward", FWD, True), ("backward dk, dv", DKDV, bool(set(problem.grad) & set("kv")))]
+    if shared is None:
+        named += [("backward dq", DQ, "q" in problem.grad), ("backward dbias", DBIAS, "b" in problem.grad)]
+    chosen: list[tuple[str, Any]] = [(name, table[problem.head_dim][0]) for name, table, wanted in named if wanted]
+    if shared is not None:
+        chosen.append(("backward dq, dbias", shared))
+    return [_Pass(name, TilePlan(problem, c.block_m, c.block_n), "tiles of the bias beside them", BUILT_IN) for name, c in chosen]
+
+
 def run(args: argparse.Namespace) -> int:
-    problem = Problem.parse(" ".join(args.problem))
+    problem = _asked(args.problem, args.deterministic)
     refusal = None
     try:
         backend = choose(problem, args.backend).backend
