@@ -45,6 +45,11 @@ def _gradients(row: Capability) -> str:
     return text + (f" (none at {dims_text(row.forward_only)})" if row.forward_only else "")
 
 
+def _terms(row: Capability) -> str:
+    bias = "bias" if row.bulk_bias is None else f"bias (alone, at {', '.join(map(str, row.bulk_bias))})"
+    return ", ".join(("causal", "window", *(bias if term == "bias" else term for term in row.terms)))
+
+
 def _cells(row: Capability) -> tuple[str, ...]:
     return (
         f"`{row.backend}`",
@@ -53,7 +58,7 @@ def _cells(row: Capability) -> tuple[str, ...]:
         _head_dims(row),
         _gradients(row),
         "yes" if row.jvp else "no",
-        ", ".join(("causal", "window", *row.terms)),
+        _terms(row),
         ", ".join(("o", "lse", *row.returns)),
         "16-byte aligned rows" if row.bulk_only else "any strides",
         "not needed" if row.triton is None else f"{'.'.join(map(str, row.triton))} or newer",

@@ -23,6 +23,7 @@ CHANGED = threading.Condition()  # some barrier has moved on, or a partition has
 FAILURES = []
 PROGRAM = [0]
 PARTITION = threading.local()  # .warps of it
+GRID = [1]
 
 
 class Tensor(torch.Tensor):
@@ -153,18 +154,22 @@ class Layout:
 
 
 def _boxes(shape, layout):
-    columns = min(shape[-1], layout.swizzle // 2) if layout.swizzle else shape[-1]
+    columns = min(shape[-1], layout.swizzle // 2) if layout.swizzle > 1 else shape[-1]
     return (*shape[:-2], shape[-1] // columns, shape[-2], columns)
 
 
 def _allocate(dtype, shape, layout, value=None):
     if dtype == torch.int64:
         return Barriers(shape[0])
+    if dtype == torch.int32:
+        return Memory(torch.zeros(shape[0], 1, 1, 1, dtype=dtype), dtype)
     return Memory(torch.full(_boxes(shape, layout), math.nan, dtype=dtype), dtype)
 
 
 class Descriptor:
     def __init__(self, base, shape, strides, block, layout):
+        if any(stride * base.element_size() % 16 for stride in strides[:-1]) or strides[-1] != 1:
+            raise ValueError(f"a descriptor with the strides {strides}")
         self.base, self.block, self.layout, self.dtype = base, block, layout, base.dtype
         self.block_type = types.SimpleNamespace(shape=block, nbytes=math.prod(block) * base.element_size())
 
@@ -227,15 +232,34 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
         return _put(*args, 8192 if name == "_put_in_a_row" else 16384)
     if name == "_tanh_text":
         return torch.tanh(args[0])
+    if name == "_rescale_text":
+        return args[0] * args[1][:, None]
     if text.startswith("//"):
         return None
     if "try_wait" in text:
         return args[0].wait(args[1])
+    if "atom.global" in text:
+        return _take(*args)
     if "mbarrier.arrive" in text:
         return args[0].move(PARTITION.warps)
     if "%ctaid.x" in text:
         return Number(PROGRAM[0])
+    if "ld.shared" in text:
+        return Number(args[0].boxes.item())
     raise NotImplementedError(text)
+
+
+def _take(counter, last, ticket, issued):
+    """The number of the next tile, for this program and its ticket; whoever takes the last puts the counter back."""
+    taken = int(counter.numbers[counter.offset])
+    counter.numbers[counter.offset] = 0 if taken == last else taken + 1
+    ticket.boxes.fill_(taken + GRID[0])
+    issued.move(1)
+    return Number(taken + GRID[0])
+
+
+def _fma(x, y, z):
+    return (x.double() * y.double() + z.double()).float()
 
 
 def _specialize(partitions, warps, registers):
@@ -272,6 +296,12 @@ def _load(pointer, mask, other=0):
     return _tensor(torch.where(inside, found, other))
 
 
+def _store(pointer, values, mask):
+    inside = mask.as_subclass(torch.Tensor)
+    at = pointer.offset.as_subclass(torch.Tensor).expand(inside.shape)[inside]
+    pointer.numbers[at] = values.as_subclass(torch.Tensor).to(pointer.numbers.dtype)[inside]
+
+
 class Kernel:
     """A function of the kernel language; with a grid, a launch."""
 
@@ -290,6 +320,7 @@ class Kernel:
             options = {name: value for name, value in options.items() if name in self.arg_names}
             kinds = {int: Number, torch.Tensor: lambda x: Pointer(x.flatten())}
             arguments = [kinds.get(type(x), lambda x: x)(x) for x in arguments]
+            GRID[0] = grid[0]
             for PROGRAM[0] in range(grid[0]):
                 self.function(*arguments, **options)
 
@@ -312,7 +343,9 @@ def _aggregate(kind):
 
 def install():
     """Put what the kernels import in its place."""
-    import triton  # noqa: F401  (the package itself stays)
+    from triton.runtime import jit
+
+    jit.mangle_type(0)  # the package itself stays, and finds its own classes once
 
     language, hopper = types.ModuleType("language"), types.ModuleType("hopper")
     layouts = ("NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout", "SliceLayout", "DotOperandLayout")
@@ -326,6 +359,9 @@ def install():
         where=lambda condition, x, y: _tensor(torch.where(condition.as_subclass(torch.Tensor), x, y)),
         exp2=torch.exp2, convert_layout=lambda x, layout, assert_trivial=False: x, static_range=range,
         static_assert=lambda condition, text="": None, program_id=lambda axis: Number(PROGRAM[0]),
+        num_programs=lambda axis: GRID[0], store=_store, fma=_fma, abs=torch.abs, log2=torch.log2,
+        zeros_like=lambda x: _tensor(torch.zeros_like(x)), SwizzledSharedLayout=Layout,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
         inline_asm=_assembly, warp_specialize=_specialize,
         inline_asm_elementwise=lambda text, constraints, args, dtype, **_: (args[0].float() * args[1]).to(dtype),
     )  # fmt: skip

@@ -183,6 +183,21 @@ def test_parts_of_large_inputs_can_fail(item, name, monkeypatch):
     assert {r.output for r in item.run("torch", "cpu") if not r.ok} == {name}
 
 
+def test_a_large_bias_is_judged_whole(monkeypatch):
+    run = large._biased("bias", (2, 3, 40, 50, 16), "1hqk", full())
+    results = run("torch", "cpu")
+    assert [r.output for r in results] == ["o", "lse", "dq", "dk", "dv", "dbias"]
+    raise_if_failed(results)
+
+    def spoiled(call, backend):
+        got = evaluate(call, backend)
+        got["dbias"][..., 0, 0] += 1.0
+        return got
+
+    monkeypatch.setattr(large, "evaluate", spoiled)
+    assert {r.output for r in run("torch", "cpu") if not r.ok} == {"dbias"}
+
+
 def test_every_config_is_put_back(monkeypatch):
     from tilewise import configs
 

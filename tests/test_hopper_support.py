@@ -48,7 +48,7 @@ def test_auto_takes_it_for_training_too(head_dim, grad):
     words = f" grad={grad}" if grad else ""
     problem = _problem(f"seqlen=300 heads=8/2 head_dim={head_dim} mask=causal arch=sm_90{words}")
     assert problem.grad == grad
-    assert ROW.gradients == "qkvs"
+    assert ROW.gradients == "qkvbs"
     assert not ROW.always_deterministic
     assert choose(problem).backend == "hopper"
     assert choose(problem, "hopper").backend == "hopper"

@@ -42,11 +42,11 @@ def test_it_takes_terms_forward_and_backward(mask, grad, head_dim):
 def test_the_gradient_of_a_sink_is_its_own_and_that_of_slopes_goes_to_triton():
     assert choose(_problem("seqlen=300 head_dim=64 mask=sink arch=sm_90 grad=qkvs")).backend == "hopper"
     slopes = _problem("seqlen=300 head_dim=64 mask=alibi arch=sm_90 grad=qkva")
-    assert [reason.text for reason in refuse(ROW, slopes)] == ["a gradient of slopes is asked for, it has q, k, v, sink"]
+    assert [reason.text for reason in refuse(ROW, slopes)] == ["a gradient of slopes is asked for, it has q, k, v, bias, sink"]
     assert choose(slopes).backend == "triton"
 
 
-@pytest.mark.parametrize("mask", ["bias", "dense", "causal,softcap:30,bias"])
+@pytest.mark.parametrize("mask", ["dense", "dropout:0.1", "causal,softcap:30,bias bias=bfloat16:1hqk"])
 def test_it_refuses_what_it_lacks_by_name(mask):
     problem = _problem(f"seqlen=64 head_dim=64 mask={mask} arch=sm_90")
     assert [reason.code for reason in refuse(ROW, problem)] == ["term"]
@@ -59,7 +59,7 @@ def test_a_call_is_fitted_by_leaving_slopes_alone(words, monkeypatch):
     call = random_call(shape, dtype=torch.bfloat16, spec=draw_terms(words, shape))
     monkeypatch.setattr("tilewise.testing.calls.refuse", lambda row, p: ["no"] if set(p.grad) - set(ROW.gradients) else [])
     part = fit(call, "hopper")
-    assert part.fixed == ("bias", "slopes")
+    assert part.fixed == ("slopes",)
     assert part.has_gradient
     assert "a" not in part.problem.grad
 

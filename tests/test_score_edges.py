@@ -15,7 +15,7 @@ from tilewise.testing.calls import TRAINED, evaluate, random_call
 from tilewise.testing.terms import draw_terms
 
 SCORES = {"softcap", "alibi", "bias", "sink"}
-BACKENDS = [c.backend for c in tw.CAPABILITIES if set(c.terms) >= SCORES]
+BACKENDS = [c.backend for c in tw.CAPABILITIES if set(c.terms) >= SCORES and c.bulk_bias is None]
 FULL = "softcap:2 alibi bias sink"
 
 
@@ -365,4 +365,4 @@ def test_hopper_refuses_with_a_reason():
     problem = tw.Problem.parse("seqlen=64 head_dim=64 mask=softcap:3,bias arch=sm_90")
     row = next(c for c in tw.CAPABILITIES if c.backend == "hopper")
     reasons = [r for r in refuse(row, problem) if r.code == "term"]
-    assert [str(r) for r in reasons] == ["the spec has bias, it takes bounds, softcap, alibi, sink, segment, row"]
+    assert [str(r) for r in reasons] == ["the spec has a bias beside softcap, it takes a bias beside bounds only"]

@@ -70,7 +70,7 @@ FORMULAS = {
         lambda s, b, h, i, j: cap(s - float(SLOPES[h]) * abs(i + 2 - j)) + float(BIAS[0, h, i, j]),
     ),
 }
-BACKENDS = [c.backend for c in tw.CAPABILITIES if {"softcap", "alibi", "bias", "sink"} <= set(c.terms)]
+BACKENDS = [c.backend for c in tw.CAPABILITIES if {"softcap", "alibi", "bias", "sink"} <= set(c.terms) and c.bulk_bias is None]
 
 
 @pytest.fixture(params=BACKENDS)

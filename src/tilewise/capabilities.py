@@ -26,8 +26,9 @@ class Capability:
     ``archs`` and ``head_dims`` list what it takes (``None``: any within the other limits), the latter as pairs of head_dim and
     head_dim_v; ``forward_only`` are pairs without a gradient, ``plain_gradients`` those with gradients of specs without terms only.
     ``bulk_only`` asks for tensors that a copy engine can read by descriptor; ``gradients`` are the inputs that it can differentiate
-    (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``returns`` what
-    it can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
+    (letters of ``problem.GRADIENTS``), ``terms`` what it takes of a spec besides bounds (out of ``spec.TERMS``), ``bulk_bias`` the
+    head dims at which it copies a bias in bulk, and takes no other (``None``: it reads any bias, at any size), ``returns`` what it
+    can return besides o and lse (out of ``spec.RETURNS``); ``jvp`` says whether it has forward-mode derivatives;
     ``always_deterministic`` whether gradients have the same bits on every run even where a call does not ask for it.
     """
 
@@ -49,6 +50,7 @@ class Capability:
     gradients: str = "qkv"
     jvp: bool = False
     terms: tuple[str, ...] = ()
+    bulk_bias: tuple[int, ...] | None = None
     auto: bool = True
     quadratic: bool = False
     returns: tuple[str, ...] = ()
@@ -67,9 +69,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         head_dims=((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
         plain_gradients=((96, 96), (192, 128), (192, 192)),
         bulk_only=True,
-        gradients="qkvs",
+        gradients="qkvbs",
         always_deterministic=False,
-        terms=("softcap", "alibi", "sink", "segment", "row"),
+        terms=("softcap", "alibi", "bias", "sink", "segment", "row"),
+        bulk_bias=(64, 128),
     ),
     Capability(
         "triton",
@@ -131,6 +134,28 @@ def _crowded(c: Capability, p: Problem) -> str:
     return f"{kept[0]} and gradients" if kept else ""
 
 
+def _bulk_bias(c: Capability, p: Problem) -> list[Reason]:
+    """Why a bias cannot be copied in bulk beside the tiles of this problem."""
+    bias = p.operand("bias")
+    if c.bulk_bias is None or bias is None:
+        return []
+    reasons = []
+    beside = [term for term in p.spec.terms if term != "bias"]
+    if beside:
+        reasons.append(Reason("term", f"the spec has a bias beside {', '.join(beside)}, it takes a bias beside bounds only"))
+    if p.head_dim not in c.bulk_bias or p.head_dim_v != p.head_dim:
+        reasons.append(Reason("term", f"the spec has a bias, which it takes at head_dim {', '.join(map(str, c.bulk_bias))}"))
+    lacking = [word for letter, word in (("q", "queries"), ("k", "keys")) if not bias.has(letter)]
+    if lacking:
+        reasons.append(Reason("term", f"the bias broadcasts over {' and '.join(lacking)}, it takes one with an element for each"))
+    if bias.dtype != p.dtype:
+        reasons.append(Reason("dtype", f"the bias is {bias.dtype} and q {p.dtype}, it takes one of the same dtype"))
+    if not bias.bulk:
+        text = "the bias has a base or strides that are not multiples of 16 bytes (or 0), or a last dim that is not contiguous"
+        reasons.append(Reason("layout", text))
+    return reasons
+
+
 def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     """Every reason why this backend cannot take this problem; an empty list means that it can, forward and backward."""
     p, c = problem, capability
@@ -174,6 +199,7 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
     if lacking:
         have = f"bounds, {', '.join(c.terms)}" if c.terms else "bounds only"
         no("term", f"the spec has {', '.join(lacking)}, it takes {have}")
+    reasons += _bulk_bias(c, p)
     if p.spec.function is not None and "fn" in c.terms:
         function = find(p.spec.function)
         if function is None:

@@ -55,14 +55,18 @@ _WORDS = {"b": "batch", "h": "heads_q", "q": "seqlen_q", "k": "seqlen_k", "n": "
 
 
 class Operand(NamedTuple):
-    """One tensor of a spec as a problem sees it: slot, dtype, and a letter or ``1`` for every extent."""
+    """One tensor of a spec as a problem sees it: slot, dtype, and a letter or ``1`` for every extent.
+
+    ``bulk``: a copy engine that works by descriptors can read it; asked only of a bias that has an element for each query and key.
+    """
 
     slot: str
     dtype: str
     dims: str
+    bulk: bool = True
 
     def __str__(self) -> str:
-        return f"{self.slot}={self.dtype}:{self.dims}"
+        return f"{self.slot}={self.dtype}:{self.dims}{'' if self.bulk else ':strided'}"
 
     def has(self, letter: str) -> bool:
         """Does the tensor vary along this extent?"""
@@ -75,13 +79,15 @@ def default_operand(slot: str) -> Operand:
 
 
 def parse_operand(slot: str, text: str) -> Operand:
-    """Read ``float32:1hqk``."""
+    """Read ``float32:1hqk``, or ``float32:1hqk:strided`` of a tensor that cannot be copied in bulk."""
     dtype, _, dims = text.partition(":")
+    strided = dims.endswith(":strided")
+    dims = dims.removesuffix(":strided")
     if dtype not in _DTYPES[slot]:
         raise InvalidInput(f"{slot} has dtype {dtype!r}, expected one of {', '.join(_DTYPES[slot])}.")
     if len(dims) != len(DIMS[slot]) or any(have not in ("1", want) for have, want in zip(dims, DIMS[slot], strict=False)):
         raise InvalidInput(f"{slot} has dims {dims!r}, expected {DIMS[slot]!r} with a 1 for each dim that it broadcasts in.")
-    return Operand(slot, dtype, dims)
+    return Operand(slot, dtype, dims, not strided)
 
 
 def _extents(slot: str, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:

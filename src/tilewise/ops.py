@@ -168,6 +168,8 @@ def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO
         key = (*key, *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in also])
     if tensors is not NO_TENSORS:
         key = (*key, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        if tensors.bias is not None:
+            key = (*key, tensors.bias.data_ptr() % 16)
     found = _bound.get(key)
     if found is None:
         problem = Problem.bind(q, k, v, Spec.parse(spec), sm_scale, precision, grad, also, tensors, jvp)

@@ -72,6 +72,22 @@ def bulk_copyable(t: torch.Tensor) -> bool:
     return all(size == 1 or (stride > 0 and stride * item % 16 == 0) for size, stride in outer)
 
 
+def _described(spec: Spec, tensors: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[Operand, ...]:
+    """The operands of a call; of a bias with an element for each query and key, whether rows of it can be copied in bulk."""
+    operands = describe(spec, tensors, q, k)
+    if tensors.bias is None or _rows_copyable(tensors.bias):
+        return operands
+    return tuple(o._replace(bulk=False) if o.slot == "bias" and o.dims.endswith("qk") else o for o in operands)
+
+
+def _rows_copyable(t: torch.Tensor) -> bool:
+    """``bulk_copyable`` of a tensor whose last extent may be anything."""
+    if t.dim() == 0 or t.stride(-1) != 1 or t.data_ptr() % 16:
+        return False
+    outer = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return all(size == 1 or (stride > 0 and stride * t.element_size() % 16 == 0) for size, stride in outer)
+
+
 @dataclass(frozen=True)
 class Problem:
     """The metadata of one attention call: shapes, dtype, mask, scale, what needs a gradient, and what it runs on.
@@ -194,7 +210,7 @@ class Problem:
             bulk=all(bulk_copyable(t) for t in (q, k, v, *also)),
             arch=arch_of(q.device),
             runtime=runtime(),
-            operands=describe(spec, spec.tensors if tensors is None else tensors, q, k),
+            operands=_described(spec, spec.tensors if tensors is None else tensors, q, k),
             jvp=jvp,
         )
 

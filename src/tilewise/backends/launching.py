@@ -119,7 +119,8 @@ class _Tile:
 
 def tile_strides(t: torch.Tensor) -> list[int]:
     """The strides of a descriptor: that of a dim of size 1 is never used, but must be a multiple of 16 bytes like the others."""
-    outer = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    unused = -(-t.shape[-1] // 8) * 8
+    outer = [unused if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
     return [*outer, 1]
 
 

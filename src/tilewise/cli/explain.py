@@ -100,8 +100,8 @@ def work(problem: Problem) -> list[Work]:
     lse = p.batch * p.heads_q * p.seqlen_q * (8 if p.dtype == "float64" else 4)
     out = [Work("forward", 2 * seen * (d + dv), q + k + v + o + lse)]
     if p.grad:
-        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}[letter] for letter in p.grad)
-        written = sum({"q": q, "k": k, "v": v}[letter] for letter in p.grad)
+        columns = d + (dv if set(p.grad) & set("qk") else 0) + sum({"q": d, "k": d, "v": dv}.get(letter, 0) for letter in p.grad)
+        written = sum({"q": q, "k": k, "v": v}.get(letter, 0) for letter in p.grad)
         out.append(Work("backward", 2 * seen * columns, q + k + v + 2 * o + lse + written))
     return out
 
@@ -173,6 +173,8 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 def _hopper_passes(problem: Problem) -> list[_Pass]:
     from ..configs import hopper, hopper_backward
 
+    if "bias" in problem.spec.steps:
+        return _bias_passes(problem)
     config = hopper.lookup(problem)
     forms = ", ".join([f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n))])
     out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), forms, hopper.origin(problem))]
@@ -204,6 +206,20 @@ def _asked(words: list[str], deterministic: str | None) -> Problem:
     if problem.spec.deterministic is not None and problem.spec.deterministic is not wanted:
         raise InvalidInput(f"--deterministic is {deterministic}, and the mask {problem.spec} says otherwise: drop one of them.")
     return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, deterministic=wanted))
+
+
+def _bias_passes(problem: Problem) -> list[_Pass]:
+    from ..configs.hopper_bias import DBIAS, DKDV, DQ, FWD, shared_config
+    from ..configs.records import BUILT_IN
+
+    shared = shared_config(problem)
+    named = [("forward", FWD, True), ("backward dk, dv", DKDV, bool(set(problem.grad) & set("kv")))]
+    if shared is None:
+        named += [("backward dq", DQ, "q" in problem.grad), ("backward dbias", DBIAS, "b" in problem.grad)]
+    chosen: list[tuple[str, Any]] = [(name, table[problem.head_dim][0]) for name, table, wanted in named if wanted]
+    if shared is not None:
+        chosen.append(("backward dq, dbias", shared))
+    return [_Pass(name, TilePlan(problem, c.block_m, c.block_n), "tiles of the bias beside them", BUILT_IN) for name, c in chosen]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from ..terms import alibi, bias, dense, segments, sink, softcap
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
-__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib"]
+__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib", "keeping"]
 
 Device = torch.device | str
 _ENDS = 256  # rows at each end of a long sequence that have a gradient
@@ -113,6 +113,27 @@ def _by_pair(call: Call) -> Spec:
     seen = torch.empty(size, dtype=torch.bool, device=call.q.device)
     generator = torch.Generator(call.q.device).manual_seed(5)
     return bias(_drawn(size, call.q.device, 4)) & dense(seen.bernoulli_(0.6, generator=generator))
+
+
+def _biased(
+    name: str, shape: tuple[int, int, int, int, int], dims: str, spec: Spec
+) -> Callable[[str, Device], list[Result]]:
+    """A call with a bias in its own dtype, whose rows begin at multiples of 16 bytes: what Hopper copies in bulk. Some of its keys
+    are hidden, all of one row, and a row is the lowest value throughout. Judged whole: a bias that is shared has one gradient."""
+
+    def run(backend: str, device: Device) -> list[Result]:
+        call = _call(shape, device, spec)
+        batch, heads, n_q, n_k, _ = shape
+        sizes = {"b": batch, "h": heads, "q": n_q, "1": 1}
+        drawn = _drawn((*(sizes[d] for d in dims[:3]), -(-n_k // 8) * 8), device, 4)[..., :n_k]
+        hidden = torch.rand(drawn.shape, generator=torch.Generator(device).manual_seed(5), device=device) < 0.2
+        drawn.masked_fill_(hidden, float("-inf"))
+        drawn[..., 5, :] = float("-inf")
+        drawn[..., 7, :] = torch.finfo(drawn.dtype).min
+        call = fit(call.replace(spec=spec & bias(drawn)), backend)
+        return [] if call is None else Yardstick(call).judge(evaluate(call, backend), name)
+
+    return run
 
 
 def _thin(call: Call) -> Call:
@@ -250,6 +271,17 @@ LARGE: tuple[Large, ...] = (
         for kind, terms in (("softcap", _capped_long), ("alibi", _sloped))
         for name in (f"{kind}, {length} rows, head_dim {dim}",)
     ),
+    *(
+        Large(name, 2, _biased(name, (batch, 3, 500, length, dim), dims, spec))
+        for batch, length, dim, dims, spec in (
+            *((4, 1000, dim, "1hqk", full()) for dim in (64, 128)),
+            (3, 1003, 64, "1hqk", causal()),
+            (5, 700, 64, "11qk", causal()),
+            *((2, 650, dim, "bhqk", Spec(upper=20, lower=190)) for dim in (64, 128)),
+            (6, 400, 128, "b1qk", causal()),
+        )
+        for name in (f"a bias {dims} in bulk, batch {batch}, head_dim {dim}, {spec.form}",)
+    ),
     Large("bias, dbias and dense beyond 2^31", 60, _with_terms("dbias beyond 2^31", (1, 8, 16640, 16640, 16), _by_pair)),
     Large("case 21 4,194,241 rows", 6, _long_rows("case 21 4,194,241 rows", 64 * 65535 + 1, 16)),
     Large("case 19 do beyond 2^31", 32, _far_do("case 19 do beyond 2^31", 410_923, 16, 96, 9728, 225_304)),
@@ -281,6 +313,26 @@ def adding() -> Iterator[None]:
         yield
     finally:
         hopper_backward.adds = original
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Within it, backward passes on Hopper keep ds in memory wherever they can, also for problems too small to gain by it."""
+    from ..backends.hopper import bwd_launch
+
+    names = "_keeps", "fills"
+    originals = [getattr(hopper_backward, name) for name in names]
+
+    def put(functions: list[Callable[..., bool]]) -> None:
+        for name, function in zip(names, functions, strict=True):
+            setattr(hopper_backward, name, function)
+        bwd_launch._call.cache_clear()  # the plans of a call are remembered
+
+    put([lambda problem: not problem.bounds[3], lambda problem, heads: True])
+    try:
+        yield
+    finally:
+        put(originals)
 
 
 def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:

@@ -19,7 +19,7 @@ from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
 from ..tables import fill_table
-from . import bwd_launch, fwd
+from . import bias_launch, bwd_launch, fwd
 from .bwd_launch import backward
 from .common import LOG2_E, SMALLEST_SCALE, given, longest, named, plan, term_numbers, term_options, together
 
@@ -197,6 +197,11 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> None:
     """Fill ``o`` and ``lse`` (backend interface)."""
+    if tensors.bias is not None:
+        plan, counts = bias_launch.picked_fwd(problem)
+        counter = _counter(lse.device) if counts else lse
+        plan.run(q, k, v, o, tensors.bias, lse, lse if rows is None else rows, counter)
+        return
     extras: list[torch.Tensor] = []
     if tensors is NO_TENSORS:
         plans, counts, pack = _picked(problem)

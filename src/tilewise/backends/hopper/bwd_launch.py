@@ -22,12 +22,14 @@ from ...configs.hopper_backward import (
     lookup_kept,
     padded_rows,
 )
+from ...errors import BackendBroken
 from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
 from ..launching import Launch, Plan
 from . import bwd, bwd_dq, bwd_kept, bwd_pair, bwd_rows
+from .bias_launch import backward_with_bias
 from .bwd_add_launch import backward_adding
 from .common import LOG2_E, given, longest, named, plan, term_numbers, term_options, together
 
@@ -324,6 +326,11 @@ def backward(
     """Fill the gradients that are not None (backend interface). The bits repeat where the spec's ``deterministic`` asks for it:
     then no gradient is added up in memory."""
     p = problem
+    if tensors.bias is not None:
+        if kept_rows is None:
+            raise BackendBroken("a backward pass with a bias needs the rows that its forward pass returned")
+        backward_with_bias(p, do, dlse, q, k, v, o, kept_rows, dq, dk, dv, tensors.bias, grads.bias)
+        return
     if tensors is NO_TENSORS and dq is not None and dk is not None and dv is not None:
         adding = adding_of(p)
         if adding is not None:
