@@ -9,3 +9,7 @@ if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Records of whoever runs the tests are not theirs to be tested with: this folder is not there.
 os.environ["TILEWISE_CONFIG_DIR"] = os.path.join(os.path.dirname(__file__), "no-records")
+
+from tilewise.testing.interpreter import quicken
+
+quicken()

@@ -22,8 +22,8 @@ import torch
 CHANGED = threading.Condition()  # some barrier has moved on, or a partition has failed
 FAILURES = []
 PROGRAM = [0]
-GRID = [1]
 PARTITION = threading.local()  # .warps of it
+GRID = [1]
 
 
 class Tensor(torch.Tensor):

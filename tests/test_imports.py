@@ -17,7 +17,7 @@ ROOT = Path(tilewise.__file__).parent
 # Each layer may import from itself and from the layers before it.
 LAYERS = (
     ("errors", "arch"),
-    ("conjunction", "spec", "terms", "masks", "bodies", "functions"),
+    ("checks", "conjunction", "spec", "terms", "masks", "bodies", "functions"),
     ("operands", "problem", "keep"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),

@@ -10,6 +10,7 @@ import torch
 
 from .backends import module_of
 from .batching import is_mapped
+from .checks import check_backend, check_flag
 from .errors import InvalidInput
 from .functions import check_fresh as check_function
 from .keep import chosen_rows, kept, seeded
@@ -19,7 +20,7 @@ from .plan import MaskTensors, check_fresh, fill_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, table
 from .spec import NO_TENSORS, SLOTS, Spec, Tensors, spec_of
-from .tile_map import draw_call
+from .tile_map import check_places, draw_call
 
 __all__ = ["attention", "dropout_mask", "explain", "plan"]
 
@@ -43,6 +44,7 @@ def _spec(causal: bool, window: tuple[int | None, int | None] | None, align: str
 
 
 def _with_mode(spec: Spec, deterministic: bool | None) -> Spec:
+    """The spec, with what a call says of its gradients' bits."""
     return spec if deterministic is None else dataclasses.replace(spec, deterministic=deterministic)
 
 
@@ -71,8 +73,7 @@ def _text(spec: Spec) -> str:
 
 def _returning(name: str, spec: Spec, wanted: object) -> Spec:
     """The spec of a call that also wants this output, if ``wanted``."""
-    if not isinstance(wanted, bool):
-        raise InvalidInput(f"return_{name} must be True or False, got {wanted!r} of type {type(wanted).__name__}.")
+    check_flag(f"return_{name}", wanted)
     return dataclasses.replace(spec, returns=name) if wanted else spec
 
 
@@ -255,10 +256,8 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     tensors, bare = NO_TENSORS, True
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise InvalidInput(
-            f"deterministic must be True, False or None, got {deterministic!r} of type {type(deterministic).__name__}."
-        )
+    if deterministic is not None:
+        check_flag("deterministic", deterministic, or_none=True)
     if spec is None and return_max_logit is False and (plain := is_plain(q, k, v)):
         mask = _known_mask(causal, window, align, deterministic)
     else:
@@ -275,9 +274,9 @@ def attention(
         _check_tensors_of(whole, tensors, plain)
         mask = _text(whole)
     if not isinstance(backend, str):
-        raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
+        check_backend(backend)
     if not isinstance(return_lse, bool):
-        raise InvalidInput(f"return_lse must be True or False, got {return_lse!r} of type {type(return_lse).__name__}.")
+        check_flag("return_lse", return_lse)
     # The dispatcher would turn a bool or a tensor into a float in silence, and refuse other kinds of tensors in words of its own.
     if not plain:
         check_kinds(q, k, v)
@@ -344,7 +343,8 @@ def plan(
         mask = dataclasses.replace(spec, plan="", versions=(), tensors=spec.tensors._replace(plan=None))
     known = _without_a_draw(mask, q)
     _check_tensors_of(mask, known)
-    if backward is None:
+    check_backend(backend)
+    if check_flag("backward", backward, or_none=True) is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     q, k, v = _autocast(q, k, v)
     problem, chosen = bound_problem(q, k, v, _text(mask), backend, "qkv" if backward else "", known)
@@ -415,11 +415,13 @@ def explain(
     sm_scale: float | None = None,
     precision: str | None = None,
     spec: Spec | None = None,
+    deterministic: bool | None = None,
     picture: str | Path | None = None,
     tiles: tuple[int, int] | None = None,
     at: tuple[int, int] = (0, 0),
 ) -> str:
-    """Which backends take this call, and why the others do not, as text. The arguments up to spec are those of ``attention``.
+    """Which backends take this call, and why the others do not, as text. The arguments up to deterministic are those of
+    ``attention``.
 
     The first line is the problem string, which ``tilewise explain`` reads on the command line.
 
@@ -429,8 +431,13 @@ def explain(
         tiles: ``(queries, keys)`` of a tile. Default ``None``: those of the forward pass of the backend that ``"auto"`` takes.
         at: ``(batch, head)`` that is drawn. Default ``(0, 0)``.
     """
-    mask = _spec(causal, window, align, spec)
+    mask = _with_mode(_spec(causal, window, align, spec), check_flag("deterministic", deterministic, or_none=True))
     check_kinds(q, k, v)
+    if picture is not None and not isinstance(picture, str | Path):
+        raise InvalidInput(f"picture must be the name of a file or None, got {picture!r} of type {type(picture).__name__}.")
+    check_places(tiles, at)
+    if picture is None and (tiles is not None or tuple(at) != (0, 0)):
+        raise InvalidInput("tiles and at say what picture draws, and there is none: name a file, picture='mask.png', or drop them.")
     known = _without_a_draw(mask, q)
     _check_tensors_of(mask, known)
     q, k, v = _autocast(q, k, v)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .checks import check_length
 from .errors import InvalidInput
 from .spec import ALIGNMENTS, Spec
 from .terms import row_intervals, segments
@@ -20,6 +21,9 @@ def _positions(seqlen_q: int, seqlen_k: int | None, align: str, device: Device) 
     """The positions of the queries."""
     if align not in ALIGNMENTS:
         raise InvalidInput(f"align is {align!r}, expected one of {', '.join(map(repr, ALIGNMENTS))}.")
+    check_length("seqlen_q", seqlen_q)
+    if seqlen_k is not None:
+        check_length("seqlen_k", seqlen_k)
     shift = 0 if seqlen_k is None or align == "top_left" else seqlen_k - seqlen_q
     return torch.arange(shift, shift + seqlen_q, dtype=torch.int32, device=device)
 
@@ -112,7 +116,7 @@ def documents(lengths_q: torch.Tensor, lengths_k: torch.Tensor | None = None) ->
     ids = numbered("lengths_q", lengths_q)
     if lengths_k is None:
         return segments(ids, ids)
-    if lengths_k.shape != lengths_q.shape:
+    if _ints("lengths_k", lengths_k, (1,), "(documents,)").shape != lengths_q.shape:
         shapes = f"lengths_q has shape {tuple(lengths_q.shape)} and lengths_k {tuple(lengths_k.shape)}"
         raise InvalidInput(f"{shapes}: they must be equal.")
     return segments(ids, numbered("lengths_k", lengths_k))

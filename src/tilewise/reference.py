@@ -11,10 +11,11 @@ import dataclasses
 import torch
 
 from .bodies import alibi, allowed, in_row, same_segment, softcap_slope
+from .errors import InvalidInput
 from .functions import function_of
 from .keep import kept, scale_of, seeded
 from .operands import describe, full_rank
-from .problem import Problem, Tangents
+from .problem import Problem, Tangents, check_scale
 from .spec import FN_SLOTS, NO_TENSORS, Spec, Tensors
 
 __all__ = ["distance_of", "factor_of", "mask_of", "masked_scores", "places_of", "reference", "scored", "softmax_of"]
@@ -129,10 +130,12 @@ def reference(
         ``o`` (batch, heads_q, seqlen_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q), both float64. A row that sees no key
         has ``o = 0``, ``lse = -inf`` (or the sink) and zero gradients.
     """
-    spec = spec or Spec()
+    if not isinstance(spec, Spec | None):
+        raise InvalidInput(f"spec must be a tilewise.Spec or None, got {type(spec).__name__}: build one with tilewise.causal().")
+    spec, scale = spec or Spec(), check_scale(sm_scale, q.shape[-1])
     tensors = seeded(spec, q.device) if spec.dropout else spec.tensors
     describe(spec, tensors, q, k)
-    return _reference(q, k, v, spec, tensors, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    return _reference(q, k, v, spec, tensors, scale)
 
 
 def _reference(

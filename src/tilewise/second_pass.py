@@ -12,6 +12,7 @@ import torch
 
 from .api import _autocast, _check_tensors_of, _spec
 from .batching import second_pass_rule
+from .checks import check_backend
 from .errors import BackendRefused, InvalidInput
 from .operands import describe
 from .ops import _DEVICES, _LIB, _TENSORS, _bind, _run, _tensors_of, _views
@@ -122,8 +123,7 @@ def _call(
     strange = [step for step in spec.steps if step not in _STEPS_OF_ROWS]
     if strange and returns == "weights":
         raise BackendRefused(f"attention_weights takes the score steps {', '.join(_STEPS_OF_ROWS)}; the spec has {strange[0]}.")
-    if not isinstance(backend, str):
-        raise InvalidInput(f"backend must be a name, got {backend!r} of type {type(backend).__name__}.")
+    check_backend(backend)
     if sm_scale is not None:
         check_scale(sm_scale, 1)
     q, k, _ = _autocast(q, k, k)

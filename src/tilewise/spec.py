@@ -25,10 +25,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .checks import CHECKS, FN_STEP, check_bound, check_flag, check_score, got
 from .conjunction import joined
 from .errors import InvalidInput
 
@@ -77,8 +77,6 @@ class Tensors(NamedTuple):
 NO_TENSORS = Tensors()
 SLOTS = Tensors._fields
 FN_SLOTS = ("fn0", "fn1", "fn2", "fn3")  # the tensors of a score function, in the order in which it takes them
-# A score function's step says its name, how many tensors it takes and the hash of its source: "fn:relative/1@0f3c...".
-_FN_STEP = re.compile(r"[A-Za-z_]\w*/([0-4])@[0-9a-f]{16}")
 _SLOTS_OF = {
     "alibi": ("slopes",),
     "bias": ("bias",),
@@ -88,16 +86,6 @@ _SLOTS_OF = {
     "dense": ("dense",),
     "dropout": ("seed",),
 }
-
-
-def _bound(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} must be an int or None, got {value!r} of type {type(value).__name__}.")
-    if abs(value) >= 2**30:
-        raise InvalidInput(f"{name} is {value}, but bounds lie strictly between -2**30 and 2**30: use None for 'unbounded'.")
-    return value
 
 
 _ADVICE = {
@@ -125,27 +113,6 @@ def _number(text: str, name: str, value: str) -> float:
     except ValueError:
         raise InvalidInput(f"mask {text!r}: {name} needs a number, got {value!r}.") from None
     return CHECKS[name](number)
-
-
-def check_cap(cap: object) -> float:
-    """The cap as a float. Raises InvalidInput unless it is a finite number above 0."""
-    if isinstance(cap, bool) or not isinstance(cap, int | float):
-        raise InvalidInput(f"softcap's cap must be a number, got {cap!r} of type {type(cap).__name__}.")
-    if not 0.0 < cap < float("inf"):
-        raise InvalidInput(f"softcap's cap is {cap}, expected a finite number above 0 (no softcap at all is 'no cap').")
-    return float(cap)
-
-
-def check_dropout(p: object) -> float:
-    """The probability as a float. Raises InvalidInput unless ``0 <= p <= 1``."""
-    if isinstance(p, bool) or not isinstance(p, int | float):
-        raise InvalidInput(f"dropout's p must be a number, got {p!r} of type {type(p).__name__}.")
-    if not 0.0 <= p <= 1.0:
-        raise InvalidInput(f"dropout's p is {p}, expected the probability that a weight is dropped: from 0 to 1.")
-    return float(p)
-
-
-CHECKS = {"softcap": check_cap, "dropout": check_dropout}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +162,20 @@ class Spec:
     deterministic: bool | None = None
 
     def __post_init__(self) -> None:
-        _bound("upper", self.upper)
-        _bound("lower", self.lower)
+        check_bound("upper", self.upper)
+        check_bound("lower", self.lower)
+        if self.score != ():
+            check_score(self.score)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_flag("deterministic", self.deterministic, or_none=True)
+        for name in ("dropout", "plan", "returns"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidInput(f"{name} must be a string, got {got(getattr(self, name))}.")
+        if self.dropout:
+            _number(f"dropout:{self.dropout}", "dropout", self.dropout)
+        if not isinstance(self.tensors, Tensors):
+            raise InvalidInput(f"tensors must be a tilewise.spec.Tensors, got {got(self.tensors)}.")
         if self.returns and self.returns not in RETURNS:
             raise InvalidInput(f"returns is {self.returns!r}, expected '' or one of {', '.join(map(repr, RETURNS))}.")
         if self.align not in ALIGNMENTS:
@@ -334,7 +313,7 @@ class Spec:
                 fields[name] = value == "yes"
             elif name == "softcap":
                 score.append(f"softcap:{_number(text, name, value)!r}")
-            elif name == "fn" and _FN_STEP.fullmatch(value):
+            elif name == "fn" and FN_STEP.fullmatch(value):
                 score.append(f"fn:{value}")
             elif name in ("alibi", "bias") and not value:
                 score.append(name)
@@ -374,7 +353,7 @@ def window(left: int | None = None, right: int | None = None, align: str = "bott
     unbounded.
     """
     for name, value in (("left", left), ("right", right)):
-        if _bound(f"window's {name}", value) is not None and value is not None and value < -1:
+        if check_bound(f"window's {name}", value) is not None and value is not None and value < -1:
             raise InvalidInput(
                 f"window's {name} is {value}, expected None (unbounded) or an int of at least -1 "
                 "(0 keeps self only on that side, -1 drops self too). For bounds past self use spec=Spec(upper=..., lower=...)."
@@ -384,8 +363,7 @@ def window(left: int | None = None, right: int | None = None, align: str = "bott
 
 def spec_of(causal_flag: bool, window_pair: tuple[int | None, int | None] | None, align: str | None) -> Spec:
     """The spec of the keyword arguments ``causal``, ``window`` and ``align`` of the public functions."""
-    if not isinstance(causal_flag, bool):
-        raise InvalidInput(f"causal must be True or False, got {causal_flag!r} of type {type(causal_flag).__name__}.")
+    check_flag("causal", causal_flag)
     corner = "bottom_right" if align is None else align
     if not isinstance(corner, str) or corner not in ALIGNMENTS:
         raise InvalidInput(f"align is {corner!r}, expected one of {', '.join(map(repr, ALIGNMENTS))}.")

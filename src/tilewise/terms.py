@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .spec import Spec, Tensors, check_cap, check_dropout
+from .checks import check_cap, check_dropout
+from .spec import Spec, Tensors
 
 __all__ = ["alibi", "bias", "dense", "dropout", "row_intervals", "segments", "sink", "softcap"]
 

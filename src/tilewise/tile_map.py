@@ -98,6 +98,18 @@ def draw(path: Path, tiles: TileMap, title: str) -> None:
     save(figure, path)
 
 
+def check_places(tiles: object, at: object) -> None:
+    """Raises InvalidInput unless ``tiles`` is None or two ints of at least 1, and ``at`` two ints of at least 0."""
+
+    def pair(value: object, least: int) -> bool:
+        return isinstance(value, tuple | list) and len(value) == 2 and all(type(n) is int and n >= least for n in value)
+
+    if tiles is not None and not pair(tiles, 1):
+        raise InvalidInput(f"tiles is {tiles!r}, expected two ints of at least 1: (queries, keys).")
+    if not pair(at, 0):
+        raise InvalidInput(f"at is {at!r}, expected two ints of at least 0: (batch, head).")
+
+
 def draw_call(path: Path, problem: Problem, spec: Spec, tiles: tuple[int, int] | None, at: tuple[int, int]) -> str:
     """Draw the mask of one head of a call whose spec holds its tensors, and say how many tiles of each kind there are.
 
@@ -106,10 +118,8 @@ def draw_call(path: Path, problem: Problem, spec: Spec, tiles: tuple[int, int] |
     p = problem
     if p.is_empty:
         raise InvalidInput(f"picture needs a query and a key, and one of the extents is 0. Problem: {p}")
-    if not (len(at) == 2 and 0 <= at[0] < p.batch and 0 <= at[1] < p.heads_q):
+    if at[0] >= p.batch or at[1] >= p.heads_q:
         raise InvalidInput(f"at is {at}, expected (batch, head) below ({p.batch}, {p.heads_q}).")
-    if tiles is not None and (len(tiles) != 2 or min(tiles) < 1):
-        raise InvalidInput(f"tiles is {tiles}, expected two ints of at least 1: (queries, keys).")
     block_m, block_n = module_of(choose(p).backend).geometries(p)[0][:2] if tiles is None else tiles
     given = MaskTensors.of(spec.tensors)
     kinds = TilePlan(p, block_m, block_n).tiles() if given is None else _of_head(tile_kinds(p, given, block_m, block_n), at)

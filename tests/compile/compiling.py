@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+# ``./dev test --every`` compiles all that the built-in rules may pick; without it a choice that covers them (CONTRIBUTING.md).
+EVERY = os.environ.get("TILEWISE_TEST_EVERY", "") not in ("", "0")
+CHOICE = () if EVERY else ("--covering",)
+
 
 def start(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

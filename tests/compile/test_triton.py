@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from compiling import EVERY
 
 from tilewise.arch import ARCHS
 from tilewise.configs.wide import forward_units
@@ -59,6 +60,17 @@ PROBLEMS = {
     ),
 }
 
+# What the choice that covers leaves out: kernels in other sizes, or on another architecture, of those above that it has.
+REPEATED = {
+    "sm_80": (CAUSAL_64, LONG_512),
+    "sm_90": (SPLIT_64, TILES_160),
+    "sm_100": (CAUSAL_64,),
+    "sm_120": (CAUSAL_64, LONG_512),
+    "gfx942": (CAUSAL_64, LONG_512),
+}
+if not EVERY:
+    PROBLEMS = {arch: tuple(p for p in problems if p not in REPEATED[arch]) for arch, problems in PROBLEMS.items()}
+
 # Bytes of spill that are known and accepted; every kernel that is not listed must have none.
 SPILL = {
     ("sm_80", CAUSAL_64, "fwd"): 32,  # 255 registers, outside the loop
@@ -79,7 +91,7 @@ SPILL = {
     ("sm_120", ODD, "dq"): 960,
     ("sm_120", ODD, "dkdv"): 1408,  # two tiles of columns by pointers, as on sm_80: not timed there
     ("sm_80", ODD, "dq"): 16,
-    ("sm_80", ODD, "dkdv"): 640,
+    ("sm_80", ODD, "dkdv"): 680,
     ("sm_80", BIAS_64, "dbias"): 192,
     ("sm_80", BIAS_64, "fwd"): 80,  # the unit of each row besides its pivot, for one instruction less for each weight
     ("sm_90", DENSE_128, "fwd"): 256,  # two loops, one of which reads bits; two programs share a processor
@@ -130,8 +142,8 @@ LOOP = {
     (WINDOW_128, "dkdv"): 810,
     (CAUSAL_256, "fwd"): 650,
     (CAUSAL_256, "dq"): 425,
-    (CAUSAL_256, "dv"): 575,
-    (CAUSAL_256, "dk"): 695,
+    (CAUSAL_256, "dv"): 590,  # 4,000 queries are ragged: scores of those past the end are set to 0 in the masked loop
+    (CAUSAL_256, "dk"): 705,
     (DOCUMENTS_128, "fwd"): 680,  # ids are compared in the masked loop
     (DOCUMENTS_128, "dq"): 580,
     (DOCUMENTS_128, "dkdv"): 710,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", default="auto", metavar="NAME", help="explain the tiles of this backend (default: auto)")
     parser.add_argument("--tiles", type=_tiles, metavar="MxN", help="count tiles of M queries by N keys instead of the backend's")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the forward tile map of one head (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--deterministic",
+        choices=("yes", "no"),
+        help="must gradients have the same bits on every run? as mask=...,deterministic:yes (default: as PyTorch's setting says)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -173,6 +179,10 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
     forms = ", ".join([f"{config.stages} stages", *(n for n in ("dynamic", "guarded") if getattr(config, n))])
     out = [_Pass("forward", TilePlan(problem, config.block_m, config.block_n), forms, hopper.origin(problem))]
     source = hopper_backward.origin(problem) if problem.grad else ""
+    adding = None if problem.spec.deterministic or set(problem.grad) != set("qkv") else hopper_backward.lookup_adding(problem)
+    if adding is not None:
+        tiles = TilePlan(problem, adding.block_m, adding.block_n)
+        return [*out, _Pass("backward", tiles, "dq added up in memory, in any order", source)]
     if set(problem.grad) & set("kv"):
         keys = hopper_backward.lookup_dkdv(problem)
         out.append(_Pass("backward dk, dv", TilePlan(problem, keys.block_m, keys.block_n), f"{keys.stages} stages", source))
@@ -185,6 +195,17 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
             stages = f"{queries.k_stages} stages of k, {queries.v_stages} of v"
             out.append(_Pass("backward dq", TilePlan(problem, queries.block_m, queries.block_n), stages, source))
     return out
+
+
+def _asked(words: list[str], deterministic: str | None) -> Problem:
+    """The problem of these words, with what ``--deterministic`` says."""
+    problem = Problem.parse(" ".join(words))
+    if deterministic is None:
+        return problem
+    wanted = deterministic == "yes"
+    if problem.spec.deterministic is not None and problem.spec.deterministic is not wanted:
+        raise InvalidInput(f"--deterministic is {deterministic}, and the mask {problem.spec} says otherwise: drop one of them.")
+    return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, deterministic=wanted))
 
 
 def _bias_passes(problem: Problem) -> list[_Pass]:
@@ -202,7 +223,7 @@ def _bias_passes(problem: Problem) -> list[_Pass]:
 
 
 def run(args: argparse.Namespace) -> int:
-    problem = Problem.parse(" ".join(args.problem))
+    problem = _asked(args.problem, args.deterministic)
     refusal = None
     try:
         backend = choose(problem, args.backend).backend

@@ -23,6 +23,7 @@ __all__ = [
     "QueriesConfig",
     "adds",
     "dims_of",
+    "fills",
     "heads_kept",
     "illegal",
     "illegal_backward",
@@ -34,6 +35,7 @@ __all__ = [
     "origin",
     "padded_rows",
     "shared_memory",
+    "takes_adding",
 ]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
@@ -152,15 +154,15 @@ KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     192: (KeptConfig(128, 4, 240, 24),),
 }
 # A ds in memory may take as many bytes as this many float32 copies of dq: linear in the length of a sequence.
-MOST_COPIES = 4
+MOST_COPIES = 8
 # Where that was the faster way, by head dims and whether there is an upper bound: classes of the number of keys.
 KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (64, False): (),
     (64, True): (),
     (128, False): ("short", "medium", "long"),
-    (128, True): ("medium",),
-    (256, False): ("short",),
-    (256, True): ("short", "medium"),
+    (128, True): ("short", "medium", "long"),
+    (256, False): ("short", "medium", "long"),
+    (256, True): ("short", "medium", "long"),
     (96, False): (),
     (96, True): (),
     ((192, 128), False): ("medium",),
@@ -169,7 +171,8 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, True): (),
 }
 # Where the kernel that adds dq up in memory was faster by 3 % with everything included: classes of the number of keys. An empty
-# class switches it off, whatever a call asks for.
+# class switches it off, whatever a call asks for. So it is at head_dim 128, where it is the fastest everywhere but on short causal
+# sequences, until ``tilewise check`` has held it against float64 on a GPU: ("short", "medium", "long"), and ("medium", "long").
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, False): ("short", "medium", "long"),
     (64, True): ("short", "medium", "long"),
@@ -281,6 +284,15 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
     return (own and own.config.queries) or DQ[dims_of(p)][place]
 
 
+def takes_adding(problem: Problem) -> bool:
+    """Can the kernel that adds dq up in memory do this? float16 at head_dim 128 is left out: with a mask its products would be
+    serialised, a register short."""
+    p = problem
+    _, _, has_upper, has_lower = p.bounds
+    known = (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
+    return known and (p.head_dim < 128 or p.dtype == "bfloat16")
+
+
 def adds(problem: Problem, config: AddingConfig) -> bool:
     """Is dq to be added up in memory? Where that was the faster way, and the programs fill the device, as they did there."""
     programs = problem.batch * problem.heads_kv * -(-problem.seqlen_k // config.block_n)
@@ -290,12 +302,10 @@ def adds(problem: Problem, config: AddingConfig) -> bool:
 def lookup_adding(problem: Problem) -> AddingConfig | None:
     """The config of the kernel that makes all gradients and adds dq up in memory; None where the other kernels are as fast, or
     only they can do it."""
-    p = problem
-    _, _, has_upper, has_lower = p.bounds
-    if (p.head_dim, has_upper) not in ADDING or p.head_dim_v != p.head_dim or p.spec.terms or has_lower:
+    if not takes_adding(problem):
         return None
-    config = ADDING[p.head_dim, has_upper][0]
-    return config if adds(p, config) else None
+    config = ADDING[problem.head_dim, problem.bounds[2]][0]
+    return config if adds(problem, config) else None
 
 
 def lookup_kept(problem: Problem) -> KeptConfig:
@@ -320,6 +330,14 @@ def _keeps(problem: Problem) -> bool:
     return not has_lower and _length(p) in KEEPS[dims_of(p), has_upper]
 
 
+def fills(problem: Problem, heads: int) -> bool:
+    """Do the programs of so many heads of keys keep the device busy? With an upper bound they have work of all lengths, so there
+    must be more of them than run at a time."""
+    p = problem
+    programs = heads * -(-p.seqlen_k // lookup_dkdv(p).block_n)
+    return not p.bounds[2] or 2 * programs >= 3 * p.arch.multiprocessors or _own(p) is not None
+
+
 def heads_kept(problem: Problem) -> int:
     """Of how many heads of keys ds is kept in memory at a time, a divisor of all; 0: dq is worked out from the beginning.
 
@@ -334,9 +352,5 @@ def heads_kept(problem: Problem) -> int:
     most = fit
     while fit and heads % fit:
         fit -= 1
-    # Programs with an upper bound have work of all lengths, so there must be more of them than run at a time.
-    programs = fit * -(-p.seqlen_k // lookup_dkdv(p).block_n)
-    if p.bounds[2] and 2 * programs < 3 * p.arch.multiprocessors and _own(p) is None:
-        return 0
     # A number of heads with few divisors would leave launches of a head or two, which fill no device.
-    return fit if 2 * fit >= most else 0
+    return fit if 2 * fit >= most and fills(p, fit) else 0

@@ -34,6 +34,9 @@ def work(task, folder):
     if not tilewise.__file__.startswith(task["root"]):
         raise ImportError(f"tilewise came from {tilewise.__file__}, expected {task['root']}")
     from tilewise.testing import gauntlet, tangents
+    from tilewise.testing.interpreter import quicken
+
+    quicken()
 
     if task["runs"] is None:
         from tilewise.testing.tolerance import Yardstick

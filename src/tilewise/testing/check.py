@@ -21,7 +21,7 @@ from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, Entry, run_call
 from .gauntlet import entry as entry_of
-from .large import LARGE, adding, all_configs, busy, free_gib
+from .large import LARGE, adding, all_configs, busy, free_gib, keeping
 from .tangents import JVP_ENTRIES, run_jvp
 from .tolerance import Result
 
@@ -152,6 +152,24 @@ def _run_adding(build: Callable[[], Call], backend: str, name: str) -> list[Resu
         return [] if call is None else run_call(call, backend, name)
 
 
+def _run_keeping(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
+    """A call whose backward pass keeps ds in memory."""
+    with keeping():
+        call = fit(build().replace(deterministic=True), backend)
+        return [] if call is None else run_call(call, backend, name)
+
+
+def _keeping_jobs(c: Capability, dtype: torch.dtype, entries: list[Entry], device: torch.device, seed: int) -> list[Job]:
+    """Named inputs without a lower bound once more, with ds kept in memory, which only longer problems would do."""
+    out = []
+    for entry in entries:
+        if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms or entry.spec.lower is not None):
+            name = f"{entry.name}, ds kept"
+            work = partial(_run_keeping, partial(entry.build, device, dtype, seed), c.backend, name)
+            out.append(Job(c.backend, _name(dtype), name, work))
+    return out
+
+
 def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int) -> list[Job]:
     """Named inputs and random ones without a lower bound, which that kernel does not know, once more in the other mode."""
     drawn: list[tuple[str, torch.dtype, Callable[[], Call]]] = []
@@ -239,6 +257,7 @@ def jobs(
                 out.append(Job(c.backend, "float32", f"{name}, tf32", work))
         if not c.always_deterministic:
             out += _adding_jobs(c, dtypes, where, seed, count)
+            out += _keeping_jobs(c, dtypes[0], entries, where, seed)
         small = interpreted or quick
         for case in CASES:
             for dtype in case.dtypes:

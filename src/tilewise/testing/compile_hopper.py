@@ -20,7 +20,7 @@ from ..arch import Runtime, runtime
 from ..configs.hopper import CHOICES, FORMS, PICKED, HopperConfig, columns
 from ..problem import Problem
 from ..spec import NO_TENSORS
-from .compile_only import _assemble, _operands, _table, use_target
+from .compile_only import _operands, _table, compiled_of, use_target
 
 __all__ = ["MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
 
@@ -90,8 +90,7 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     tensors = _operands(p) if p.operands else NO_TENSORS
     table = _table(p, tensors, config.block_m, config.block_n, False)
     launch = hopper.launches_fwd(p, config, q, k, v, o, lse, tensors, table)[FORMS[config.guarded].index(form)]
-    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    log, sass = _assemble(compiled, "sm_90")
+    compiled, log, sass = compiled_of(launch, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     body = main_loop(sass, (p.head_dim + config.block_n * (p.head_dim_v // columns(p.head_dim_v))) // 16)
     return KernelReport(
@@ -110,24 +109,31 @@ def compile_forward(problem: Problem, config: HopperConfig, mask: str, form: str
     )
 
 
-def problems(head_dims: list[tuple[int, int]], every: bool) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
+def problems(
+    head_dims: list[tuple[int, int]], every: bool, covering: bool = False
+) -> Iterator[tuple[str, Problem, HopperConfig, str]]:
     """The kernels of the configs of these head dims. ``every``: all configs under every kind of mask, and in float16 too.
 
-    Otherwise only what the built-in rule may pick, under every mask, and float16 under a causal one only.
+    Otherwise only what the built-in rule may pick, under every mask, and float16 under a causal one only. ``covering``: of these
+    the first config of each form in full, and the others under a causal mask, whose loop has in it what no mask has.
     "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
     """
     for head_dim, head_dim_v in head_dims:
-        for place, config in enumerate(CHOICES[head_dim, head_dim_v]):
+        configs = CHOICES[head_dim, head_dim_v]
+        for place, config in enumerate(configs):
+            again = covering and config.guarded in [earlier.guarded for earlier in configs[:place]]
             for mask, words in MASKS.items():
                 if place >= PICKED[head_dim, head_dim_v] and not every:
                     continue
+                if again and mask != "causal":
+                    continue
                 for dtype in ("bfloat16", "float16"):
-                    if dtype == "float16" and (config.guarded or (mask != "causal" and not every)):
+                    if dtype == "float16" and (config.guarded or again or (mask != "causal" and not every)):
                         continue
                     seqlen = 1000 if mask == "tail" else 1024
                     text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim}/{head_dim_v} mask={words} arch=sm_90"
                     for form in FORMS[config.guarded]:
-                        if form == "redo" and mask != "causal" and not every:  # the careful kernel once more
+                        if form == "redo" and (again or mask != "causal") and not every:  # the careful kernel once more
                             continue
                         yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, form
 
@@ -136,11 +142,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="float16 under every mask too")
+    parser.add_argument("--covering", action="store_true", help="of further configs of a form the kernel with a causal mask alone")
     options = parser.parse_args()
     use_target("sm_90")
     words = [(name if "/" in name else f"{name}/{name}").split("/") for name in options.head_dim]
     named = [(int(head_dim), int(head_dim_v)) for head_dim, head_dim_v in words]
-    for mask, problem, config, form in problems(named or sorted(CHOICES), options.every):
+    for mask, problem, config, form in problems(named or sorted(CHOICES), options.every, options.covering):
         print(json.dumps(asdict(compile_forward(problem, config, mask, form))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

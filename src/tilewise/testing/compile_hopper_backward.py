@@ -31,11 +31,12 @@ from ..configs.hopper_backward import (
     QueriesConfig,
     padded_rows,
     shared_memory,
+    takes_adding,
 )
 from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_hopper import loops
-from .compile_only import _assemble, _operands, _table, use_target
+from .compile_only import _operands, _table, compiled_of, use_target
 
 __all__ = ["MASKS", "BackwardReport", "compile_backward", "problems", "words"]
 
@@ -110,8 +111,7 @@ def compile_backward(problem: Problem, config: _Config, mask: str, keeps: bool =
     else:
         table = _table(p, tensors, config.block_m, config.block_n, False)
         name, launch = "dq", bwd_launch.launch_dq(p, config, q, k, v, do, rows, rows, q, tensors, table)
-    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    log, sass = _assemble(compiled, "sm_90")
+    compiled, log, sass = compiled_of(launch, "sm_90")
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     groups, products = _products(p, config)
     found = sorted(loops(sass, products), key=len)
@@ -138,12 +138,13 @@ def words(dims: Dims) -> str:
     return dims_text((dims if isinstance(dims, tuple) else (dims, dims),))
 
 
-def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem, _Config, bool]]:
+def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iterator[tuple[str, Problem, _Config, bool]]:
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
-    others no mask and a causal one; the kernels that write ds or read it know those two only, and that which adds dq up no bounds.
+    others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    ``every``: all of them meet every mask that they know, in float16 too. "tail" is no mask with a last tile of keys that is not
-    full.
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: of two masks that are known only that whose
+    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is
+    not full.
     """
     for dims in head_dims:
         tables = [(DKDV[dims], False, tuple(MASKS)), (DQ[dims], False, tuple(MASKS))]
@@ -154,27 +155,31 @@ def problems(head_dims: list[Dims], every: bool) -> Iterator[tuple[str, Problem,
             for place, config in enumerate(configs):
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
-                for mask in masks:
-                    if place and mask in ("tail", "window") and not every:
-                        continue
+                known = [mask for mask in masks if every or not place or mask not in ("tail", "window")]
+                if covering and len(known) == 2:
+                    known = known[1:]
+                in_float16 = "causal" if "causal" in known else known[-1]
+                for mask in known:
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
-                        other = "causal" if "causal" in masks else "full"
-                        if dtype == "float16" and (place or keeps or mask != other) and not every:
+                        if dtype == "float16" and (place or keeps or mask != in_float16) and not every:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={MASKS[mask]} arch=sm_90"
-                        yield mask, Problem.parse(text, software=Runtime(runtime().triton)), config, keeps
+                        problem = Problem.parse(text, software=Runtime(runtime().triton))
+                        if not isinstance(config, AddingConfig) or takes_adding(problem):
+                            yield mask, problem, config, keeps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
+    parser.add_argument("--covering", action="store_true", help="one mask alone where a config knows two")
     options = parser.parse_args()
     use_target("sm_90")
     known = {words(dims): dims for dims in DKDV}
-    for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every):
+    for mask, problem, config, keeps in problems([known[x] for x in options.head_dim or known], options.every, options.covering):
         print(json.dumps(asdict(compile_backward(problem, config, mask, keeps))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

@@ -10,7 +10,9 @@ prints one JSON line for each kernel. Problem strings are those of ``Problem.par
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -31,7 +33,7 @@ from ..plan import WORD, BlockTable, Masked, MaskTensors
 from ..problem import GRADIENTS, Problem, Tangents
 from ..spec import Tensors
 
-__all__ = ["Report", "compile_problem", "launches_of", "use_target"]
+__all__ = ["Report", "compile_problem", "compiled_of", "launches_of", "use_target"]
 
 
 @dataclass(frozen=True)
@@ -281,8 +283,7 @@ def compile_problem(
     reports = []
     for name, (config, launch) in launches_of(problem, configs).items():
         if name in passes:
-            compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-            reports.append(_report(problem.arch.name, name, config, compiled))
+            reports.append(_report(problem.arch.name, name, config, launch))
     return reports
 
 
@@ -292,7 +293,8 @@ def _tool(name: str) -> str:
     return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
 
 
-def _report(arch: str, kernel: str, config: Config | Walk, compiled: Any) -> Report:
+def _report(arch: str, kernel: str, config: Config | Walk, launch: Any) -> Report:
+    compiled, log, sass = compiled_of(launch, arch)
     shared = compiled.metadata.shared
     if ARCHS[arch].kind == "hip":
         text = compiled.asm["amdgcn"]
@@ -303,7 +305,6 @@ def _report(arch: str, kernel: str, config: Config | Walk, compiled: Any) -> Rep
 
         spill = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
         return Report(arch, kernel, config, shared, number("vgpr_count"), spill, len(re.findall("v_mfma", text)), 0, False, 0)
-    log, sass = _assemble(compiled, arch)
     used = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Report(
@@ -320,8 +321,46 @@ def _report(arch: str, kernel: str, config: Config | Walk, compiled: Any) -> Rep
     )
 
 
+def compiled_of(launch: Any, arch: str) -> tuple[Any, str, str]:
+    """``(the compiled kernel, ptxas's own account of it, its disassembly)`` of a launch; the last two are empty for AMD.
+
+    Triton prints the account where it is told to, but not of a kernel that it has on disk: that is assembled once more.
+    """
+    import triton
+
+    told = io.StringIO()
+    knobs = triton.knobs.nvidia  # pyright: ignore[reportAttributeAccessIssue]
+    with knobs.scope(), contextlib.redirect_stdout(told):
+        knobs.dump_ptxas_log = True
+        compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    if ARCHS[arch].kind == "hip":
+        return compiled, "", ""
+    if compiled.hash in _accounts:
+        return compiled, *_accounts[compiled.hash]
+    _accounts[compiled.hash] = _account(compiled, arch, told.getvalue())
+    return compiled, *_accounts[compiled.hash]
+
+
+_accounts: dict[str, tuple[str, str]] = {}  # of this process, by hash: problems share kernels
+
+
+def _account(compiled: Any, arch: str, told: str) -> tuple[str, str]:
+    """What ptxas said of a compiled kernel, and its disassembly; ``told``: what Triton printed."""
+    if "Used" not in told:
+        return _assemble(compiled, arch)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = os.path.join(folder, "k.cubin")
+        with open(cubin, "wb") as file:
+            file.write(compiled.asm["cubin"])
+        return told, _listing(cubin)
+
+
+def _listing(cubin: str) -> str:
+    return subprocess.run([_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=False).stdout
+
+
 def _assemble(compiled: Any, arch: str) -> tuple[str, str]:
-    """ptxas's own account of the kernel, and its disassembly."""
+    """ptxas's own account of a compiled kernel, and its disassembly."""
     import triton
 
     version = tuple(int(x) for x in triton.__version__.split(".")[:2])
@@ -337,8 +376,7 @@ def _assemble(compiled: Any, arch: str) -> tuple[str, str]:
         assembled = subprocess.run(command, capture_output=True, text=True, check=False)
         if assembled.returncode:
             raise BackendBroken(f"ptxas failed for {arch}: {assembled.stderr[:400]}")
-        listing = subprocess.run([_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=False)
-    return assembled.stderr, listing.stdout
+        return assembled.stderr, _listing(cubin)
 
 
 def _loop_length(sass: str) -> int:

@@ -19,7 +19,7 @@ from ..terms import alibi, bias, dense, segments, sink, softcap
 from .calls import Call, evaluate, fit, random_call
 from .tolerance import Result, Yardstick
 
-__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib"]
+__all__ = ["HASTY", "LARGE", "Large", "adding", "all_configs", "busy", "free_gib", "keeping"]
 
 Device = torch.device | str
 _ENDS = 256  # rows at each end of a long sequence that have a gradient
@@ -313,6 +313,26 @@ def adding() -> Iterator[None]:
         yield
     finally:
         hopper_backward.adds = original
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Within it, backward passes on Hopper keep ds in memory wherever they can, also for problems too small to gain by it."""
+    from ..backends.hopper import bwd_launch
+
+    names = "_keeps", "fills"
+    originals = [getattr(hopper_backward, name) for name in names]
+
+    def put(functions: list[Callable[..., bool]]) -> None:
+        for name, function in zip(names, functions, strict=True):
+            setattr(hopper_backward, name, function)
+        bwd_launch._call.cache_clear()  # the plans of a call are remembered
+
+    put([lambda problem: not problem.bounds[3], lambda problem, heads: True])
+    try:
+        yield
+    finally:
+        put(originals)
 
 
 def all_configs(backend: str, device: Device) -> Iterator[tuple[str, list[Result]]]:

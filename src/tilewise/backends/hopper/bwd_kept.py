@@ -1,8 +1,8 @@
 """Backward: ``dq = sm_scale ds k`` from a ds that the kernel for dk and dv has left in memory: one product instead of three.
 
 ds lies transposed, in tiles of 64 keys by 64 queries (``ds_tiles.py``), zero where a query may not see a key. A tile was written
-if a pair of it may be seen, and only such tiles are multiplied. Partitions: BLOCK_M / 64 consumers and a producer; each fills or reads
-one ring, whose slots hold ds of 64 keys by BLOCK_M queries and those keys.
+if a pair of it may be seen, and only such tiles are multiplied. Partitions: BLOCK_M / 64 consumers and a producer; each fills or
+reads one ring, whose slots hold ds of 64 keys by BLOCK_M queries and those keys.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps:
     slots    full: 1 (bytes of both tiles)   empty: C * W, each warp after its last read

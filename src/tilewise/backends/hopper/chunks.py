@@ -170,9 +170,9 @@ def make_part_ring(
 def pass_over(count, step, first, second):
     """Let ``count`` tiles of both rings go by that this consumer does not need: the producer waits for every consumer."""
     for _ in range(count):
-        first.arrived(step)
+        first.take(step)
         first.release(step)
-        second.arrived(step)
+        second.take(step)
         second.release(step)
         step += 1
     return step

@@ -329,6 +329,7 @@ def _dkdv(
         *(*scalars, p.sm_scale * _steps(p)[0], p.sm_scale, triton.cdiv(p.seqlen_k, config.block_n) * config.split),
     )
     options = {**options, **masked_options, **score_options, **cut, "NEED_DK": need_dk, "NEED_DV": need_dv}
+    options["RAGGED"] = p.seqlen_q % config.block_m != 0
     return _plan(p, bwd._dkdv_kernel, grid, tiles, numbers, options, rests, named)
 
 

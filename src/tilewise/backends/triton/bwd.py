@@ -24,6 +24,7 @@ from .parts import (
     key_terms,
     listed,
     load_tile,
+    of_queries,
     operand,
     query_terms,
     schedule,
@@ -76,7 +77,7 @@ def _dkdv_tiles(
     q_strides, do_strides, batch, head, head_rows, kv_pos,
     seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last,
     tiles, mask, of_key, score, start_n, drop, of_batch, col,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, RAGGED: tl.constexpr,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
@@ -95,6 +96,8 @@ def _dkdv_tiles(
         if REST > 0:
             q_more = load_tile(q_rest, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, REST, BULK, WIDEN, BLOCK_D)
             qk_t = tl.dot(k_more, tl.trans(q_more), qk_t, input_precision=PRECISION)
+        if MASKED and RAGGED:
+            qk_t = of_queries(qk_t, offs_m, seqlen_q, 0)
         if len(STEPS) > 0:
             lse2, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
             s_t, slope, _ = scored(
@@ -159,12 +162,12 @@ def _dkdv_kernel(
     q_rest, k_rest, v_rest, do_rest, dk_out_rest, dv_out_rest, mask, table, table_batch, table_head, table_width, score, drop,
     heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, sm_scale, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, RAGGED: tl.constexpr, REVERSED: tl.constexpr,
+    FLAT: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys. Grid: key tiles x key heads x batch."""
+    """dk and dv of one tile of keys. Grid: key tiles x key heads x batch. RAGGED: the last tile of queries is not full."""
     n_block, head_kv, batch = schedule(n_blocks, heads_kv, REVERSED, FLAT)
     n_block, col = column_part(n_block, SPLIT, (BLOCK_D if NEED_DK else BLOCK_DV) // SPLIT)
     start_n = n_block * BLOCK_N
@@ -207,14 +210,14 @@ def _dkdv_kernel(
                 dk, dk_rest, dv, dv_rest, k_tile, k_more, v_tile, v_more, q, q_rest, do, do_rest, lse_ptr, delta_ptr,
                 q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
-                drop, of_batch, col, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                drop, of_batch, col, STEPS, NATURAL, TAILS, RAGGED, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, REST, REST_V, PRECISION, BULK, WIDEN,
             )  # fmt: skip
         dk, dk_rest, dv, dv_rest = _dkdv_tiles(
             dk, dk_rest, dv, dv_rest, k_tile, k_more, v_tile, v_more, q, q_rest, do, do_rest, lse_ptr, delta_ptr,
             q_strides, do_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
-            drop, of_batch, col, STEPS, NATURAL, TAILS, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+            drop, of_batch, col, STEPS, NATURAL, TAILS, RAGGED, False, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
             DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, REST, REST_V, PRECISION, BULK, WIDEN,
         )  # fmt: skip
         if HAS_LOWER or HAS_TAIL:
@@ -222,7 +225,7 @@ def _dkdv_kernel(
                 dk, dk_rest, dv, dv_rest, k_tile, k_more, v_tile, v_more, q, q_rest, do, do_rest, lse_ptr, delta_ptr,
                 q_strides, do_strides, batch, head, head_rows, kv_pos,
                 seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
-                drop, of_batch, col, STEPS, NATURAL, TAILS, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
+                drop, of_batch, col, STEPS, NATURAL, TAILS, RAGGED, True, NEED_DK, NEED_DV, HAS_UPPER, HAS_LOWER,
                 DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, SPLIT, REST, REST_V, PRECISION, BULK, WIDEN,
             )  # fmt: skip
     if NEED_DK:

@@ -21,7 +21,7 @@ from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from . import _grid, _mask, _masked, _plan, _scores, _settings, _steps
-from .parts import LENGTHS, LOG2_E, allowed, key_terms, listed, load_tile, query_terms, schedule, seen, tile_range
+from .parts import LENGTHS, LOG2_E, allowed, key_terms, listed, load_tile, of_queries, query_terms, schedule, seen, tile_range
 from .scores import scored, weights
 
 __all__ = ["column_sums", "launch_column_sums"]
@@ -31,7 +31,7 @@ __all__ = ["column_sums", "launch_column_sums"]
 def _column_tiles(
     total, k_tile, q, lse_ptr, q_strides, batch, head, head_rows, kv_pos,
     seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, first, last, tiles, mask, of_key, score, start_n,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, RAGGED: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -45,6 +45,8 @@ def _column_tiles(
         q_tile = load_tile(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN)
         # [BLOCK_N, BLOCK_M]
         s_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * qk_scale2
+        if MASKED and RAGGED:
+            s_t = of_queries(s_t, offs_m, seqlen_q, 0)
         if len(STEPS) > 0:
             s_t = scored(
                 s_t, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, True, MASKED,
@@ -69,7 +71,7 @@ def _column_tiles(
 def _column_kernel(
     q, k, lse_ptr, out_ptr, q_strides, k_strides, mask, table, table_batch, table_head, table_width, score,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, n_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_TAIL: tl.constexpr, REVERSED: tl.constexpr, FLAT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -96,18 +98,18 @@ def _column_kernel(
         total = _column_tiles(
             total, k_tile, q, lse_ptr, q_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, lo, free_lo, tiles, mask, of_key, score, start_n,
-            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
+            STEPS, NATURAL, TAILS, RAGGED, True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     total = _column_tiles(
         total, k_tile, q, lse_ptr, q_strides, batch, head, head_rows, kv_pos,
         seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_lo, free_hi, tiles, mask, of_key, score, start_n,
-        STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
+        STEPS, NATURAL, TAILS, RAGGED, False, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
     )  # fmt: skip
     if HAS_LOWER or HAS_TAIL:
         total = _column_tiles(
             total, k_tile, q, lse_ptr, q_strides, batch, head, head_rows, kv_pos,
             seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, free_hi, hi, tiles, mask, of_key, score, start_n,
-            STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
+            STEPS, NATURAL, TAILS, RAGGED, True, HAS_UPPER, HAS_LOWER, DTYPE, HEAD_DIM, BLOCK_M, BLOCK_D, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     tl.store(out_ptr + head_of_all * seqlen_k + kv_pos, total, mask=kv_pos < seqlen_k)
 
@@ -124,7 +126,7 @@ def _columns(problem: Problem, config: configs.Config, mask: Masked | None = Non
     shared = {name: value for name, value in options.items() if name not in ("HEAD_DIM_V", "BLOCK_DV", "SPLIT")}
     return _plan(
         p, _column_kernel, grid, ((config.block_m, wide), (config.block_n, wide)), numbers,
-        {**shared, **masked_options, **score_options, "FLAT": flat},
+        {**shared, **masked_options, **score_options, "FLAT": flat, "RAGGED": p.seqlen_q % config.block_m != 0},
     )  # fmt: skip
 
 

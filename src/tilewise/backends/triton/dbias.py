@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .bwd import _load_pivot
 from .drop import drop_terms, kept
-from .parts import LENGTHS, allowed, key_terms, load_tile, query_terms, round_bf16, schedule, seen, tile_range
+from .parts import LENGTHS, allowed, key_terms, load_tile, of_queries, query_terms, round_bf16, schedule, seen, tile_range
 from .scores import before, scored, weights
 
 
@@ -59,6 +59,8 @@ def _dbias_kernel(
         delta = tl.load(delta_ptr + head_rows + offs_m, mask=offs_m < seqlen_q, other=0.0)
         # [BLOCK_M, BLOCK_N]
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * qk_scale2
+        if SUM_Q and TAILS[0]:
+            s = of_queries(s, offs_m, seqlen_q, 1)
         s, _every_slope, slope = scored(
             s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True, STEPS, NATURAL, TAILS, DTYPE, "bias"
         )

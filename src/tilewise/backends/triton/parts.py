@@ -230,6 +230,13 @@ def listed(table, table_batch, table_head, table_width, batch, head, row):
 
 
 @triton.jit
+def of_queries(s, offs_m, seqlen_q, Q_AXIS: tl.constexpr):
+    """Scores of the queries ``offs_m``, 0 for those past the end: these read as zeros, and 0 times a key of infinity is NaN, which
+    their ``lse2`` of +inf does not turn into a weight of 0."""
+    return tl.where(tl.expand_dims(offs_m < seqlen_q, Q_AXIS), s, 0.0)
+
+
+@triton.jit
 def round_bf16(x):
     """float32 -> float32 that holds the nearest bfloat16 (ties to even)."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .bwd import _load_pivot
-from .parts import LENGTHS, allowed, key_terms, listed, operand, query_terms, seen, store_tile, tile_range
+from .parts import LENGTHS, allowed, key_terms, listed, of_queries, operand, query_terms, seen, store_tile, tile_range
 from .scores import before, scored, weights
 from .split import add_parts, joined, load_parts, store_parts, transposed
 
@@ -57,7 +57,7 @@ def _weights_kernel(
     mask, table, table_batch, table_head, table_width, score,
     first, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_P: tl.constexpr, NEED_DS: tl.constexpr,
-    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, RAGGED: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr,
@@ -93,6 +93,8 @@ def _weights_kernel(
         )  # fmt: skip
     head_rows = (batch * heads_q + head).to(tl.int64) * seqlen_q
     pivot, log_l = _load_pivot(lse_ptr, head_rows + offs_m, offs_m < seqlen_q, NATURAL)
+    if RAGGED:
+        s = of_queries(s, offs_m, seqlen_q, 1)
     s, slope, _ = scored(
         s * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, True,
         STEPS, NATURAL, TAILS, DTYPE, "",

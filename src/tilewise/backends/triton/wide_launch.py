@@ -62,7 +62,7 @@ def _weights(
         *(*others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks),
     )
     own = {"NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
-    own |= {"KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights")}
+    own |= {"RAGGED": x.seqlen_q % tile.block_m != 0, "KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights")}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
     grid = (m_blocks * n_blocks, heads, 1)
