@@ -38,9 +38,7 @@ BUDGETS = {
     ("kept", 128, 1): {"full": (54, 0), "causal": (54, 0)},
     ("kept", 256, 0): {"full": (54, 0), "causal": (55, 0)},
     ("adds", 64, 0): {"full": (638, 0), "tail": (635, 192), "causal": (391, 0)},
-    ("adds", 64, 1): {"causal": (374, 0)},
     ("adds", 128, 0): {"full": (415, 0), "tail": (408, 368), "causal": (437, 740)},
-    ("adds", 128, 1): {"full": (413, 40), "causal": (435, 840)},
     ("dkdv", 96, 0): {"full": (439, 32), "tail": (476, 32), "causal": (571, 0), "window": (651, 0)},
     ("dkdv", 96, 1): {"full": (435, 32), "causal": (552, 0)},
     ("dkdv", (192, 128), 0): {"full": (424, 20), "tail": (462, 56), "causal": (588, 400), "window": (643, 136)},
@@ -69,7 +67,7 @@ SPILL_SLACK = 1.1
 FREE_SPILLS = {("dq", 256, 0, "window"): 1, ("dq", 256, 1, "causal"): 1}
 FREE_SPILLS |= {("dkdv", (192, 128), 0, "causal"): 46, ("dkdv", (192, 128), 0, "window"): 3}
 FREE_SPILLS |= {("keeps", (192, 128), 0, "full"): 14, ("keeps", (192, 128), 0, "causal"): 75, ("keeps", 96, 0, "causal"): 22}
-FREE_SPILLS |= {("adds", 128, 0, "causal"): 6, ("adds", 128, 1, "causal"): 17}
+FREE_SPILLS |= {("adds", 128, 0, "causal"): 6}
 
 CROWDED = """
 import json, os, sys

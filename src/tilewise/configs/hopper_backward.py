@@ -141,9 +141,9 @@ SPACIOUS = {64: 1}
 # By head_dim and whether there is an upper bound.
 ADDING: dict[tuple[int, bool], tuple[AddingConfig, ...]] = {
     (64, False): (AddingConfig(128, 128, 3, 2, 216, 72, False),),
-    (64, True): (AddingConfig(64, 128, 4, 2, 216, 72, True), AddingConfig(64, 128, 4, 2, 216, 72, False)),
-    (128, False): (AddingConfig(64, 128, 3, 2, 216, 72, True), AddingConfig(64, 128, 3, 2, 216, 72, False)),
-    (128, True): (AddingConfig(64, 128, 3, 2, 216, 72, True), AddingConfig(64, 128, 3, 2, 216, 72, False)),
+    (64, True): (AddingConfig(64, 128, 4, 2, 216, 72, True),),
+    (128, False): (AddingConfig(64, 128, 3, 2, 216, 72, True),),
+    (128, True): (AddingConfig(64, 128, 3, 2, 216, 72, True),),
 }
 KEPT: dict[Dims, tuple[KeptConfig, ...]] = {
     64: (KeptConfig(256, 4, 112, 32),),

@@ -182,7 +182,9 @@ def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device,
     for i in range(randoms):
         dtype = dtypes[i % len(dtypes)]
         shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in dims))
-        arguments["spec"] = dataclasses.replace(arguments["spec"], lower=None)
+        spec = arguments["spec"]
+        if isinstance(spec, Spec):
+            arguments["spec"] = dataclasses.replace(spec, lower=None)
         batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, _ = shape
         name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim} {arguments['spec']}"
         drawn.append((name, dtype, partial(random_call, shape, device=device, dtype=dtype, **arguments)))

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from .bias import biased_weights, make_bias
 from .bwd_parts import Keys, hidden, packed, product_with, program, rows_of
-from .chunks import accumulator, make_part_ring, make_tiles, pass_over, zeros_like
+from .chunks import make_part_ring, make_tiles, pass_over
 from .parts import ROWS, WARPS, wait
 
 # Kernel arguments that never enter a compile key.
@@ -47,7 +47,7 @@ def _feed_queries(ring, desc, rows_desc, sums_desc, sums, bias, bias_desc, keys,
     row = m_block * keys.BLOCK_M
     head_row = keys.rows_head(batch, head)
     OF_ROWS: gl.constexpr = 2 * rows_desc.block_type.nbytes
-    mbarrier.expect(full, ring.tiles.BOXES * desc.block_type.nbytes + OF_ROWS + bias.CONSUMERS * bias_desc.block_type.nbytes)
+    mbarrier.expect(full, desc.block_type.nbytes + OF_ROWS + bias.CONSUMERS * bias_desc.block_type.nbytes)
     ring.tiles.load(desc, batch, head, row, slot, full)
     tma.async_load(rows_desc, [head_row, row], full, ring.rows.index(slot))
     tma.async_load(sums_desc, [head_row, row], full, sums.rows.index(slot))
@@ -135,16 +135,17 @@ def _steps(
 
 @gluon.jit
 def _consumer(C: gl.constexpr, keys, bias, sums, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, sm_scale):
-    S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(keys.HEAD_DIM), 2)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.BLOCK_M, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys.HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     batch, head_kv, start_n = _place(keys, bias)
     key_row = start_n + C * ROWS
     lo, hi = keys.tiles(start_n)
     own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
     k_tile = k_tiles.parts(C)[0]
     v_tile = v_tiles.parts(C)[0]
-    dk = zeros_like(k_tiles.parts(C))[0]
-    dv = zeros_like(v_tiles.parts(C))[0]
+    dk = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
+    dv = gl.zeros([ROWS, keys.HEAD_DIM], gl.float32, D_LAYOUT)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
     wait(kv_full.index(0), 0)

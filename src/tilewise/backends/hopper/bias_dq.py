@@ -9,8 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bias import biased, fill_keys, make_bias
 from .bias_fwd import locate
-from .chunks import pass_over
-from .fwd import _for_workers
+from .fwd import _for_workers, _pass_over
 from .parts import ROWS, WARPS, Work, make_ring, wait
 from .terms import LOG2_E, Own, masked
 
@@ -84,7 +83,7 @@ def _consumer(
     dq = gl.zeros([ROWS, work.HEAD_DIM], gl.float32, Q_LAYOUT)
     wait(resident.index(C), 0)
     step = 0
-    step = pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
     for j in range(own_hi - own_lo):
         n_block = own_hi - 1 - j
         k_tile = k_ring.take(step)
@@ -99,7 +98,7 @@ def _consumer(
         dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
         k_ring.release(step)
         step += 1
-    pass_over(own_lo - lo, step, k_ring, v_ring)
+    _pass_over(own_lo - lo, step, k_ring, v_ring)
     q_tile.store((dq * sm_scale).to(DTYPE))
     fence_async_shared()
     tma.async_store(dq_desc, [batch, head, start_row, 0], q_tile.reshape([1, 1, ROWS, work.HEAD_DIM]))
