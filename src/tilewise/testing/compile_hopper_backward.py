@@ -142,9 +142,8 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: of two masks that are known only that whose
-    kernel has in it what the other has: the causal one, or a ragged last tile. "tail" is no mask with a last tile of keys that is
-    not full.
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: where no mask and a causal one are known,
+    the causal one alone, whose kernel has in it what the other has. "tail" is no mask with a last tile of keys that is not full.
     """
     for dims in head_dims:
         tables = [(DKDV[dims], False, tuple(MASKS)), (DQ[dims], False, tuple(MASKS))]
