@@ -155,9 +155,9 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
                 known = [mask for mask in masks if every or not place or mask not in ("tail", "window")]
-                if covering and len(known) == 2:
+                if covering and known == ["full", "causal"]:
                     known = known[1:]
-                in_float16 = "causal" if "causal" in known else known[-1]
+                in_float16 = "causal" if "causal" in known else "full"
                 for mask in known:
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
