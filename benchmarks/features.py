@@ -76,7 +76,7 @@ CASES = [
     _case("own table", "triton flex"),
     _case("segments", "hopper triton flex"),
     _case("dense", "triton flex", (1, 16, 16, 8192, 128), causal=False),
-    _case("bias", "triton flex efficient", (4, 16, 16, 2048, 64), causal=False),
+    _case("bias", "hopper triton flex efficient", (4, 16, 16, 2048, 64), causal=False),
     _case("plain", "triton efficient", (2, 4, 4, 4096, 512), name="head_dim 512"),
     _case("plain", "triton efficient math", (2, 16, 16, 4096, 128), name="float32", causal=False, dtype="float32"),
     _case("plain", "triton", (2, 16, 16, 4096, 128), name="tf32", causal=False, dtype="float32", precision="tf32"),

@@ -343,7 +343,7 @@ def test_bad_masks_are_named(build, message):
 
 def test_hopper_says_why_not():
     spec = tw.segments(torch.zeros(6).int(), torch.zeros(7).int()) & tw.dense(torch.ones(7).bool())
-    with pytest.raises(tw.BackendRefused, match=r"the spec has dense, it takes bounds, softcap, alibi, sink, segment, row"):
+    with pytest.raises(tw.BackendRefused, match=r"the spec has dense, it takes bounds, softcap, alibi, bias, sink, segment, row"):
         tw.attention(Q, K, K, spec=spec, backend="hopper")
 
 

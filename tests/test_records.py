@@ -119,12 +119,15 @@ def test_a_guarded_record_serves_only_what_suits_it(folder):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_hopper_backward_takes_the_users_record(folder, kept):
-    problem = problem_of(SM90.replace("4096", "16384"))
-    keys, queries = hopper_backward.DKDV[128][1], hopper_backward.DQ[128][2]
-    config = BackwardConfig(keys, kept=hopper_backward.KEPT[128][1]) if kept else BackwardConfig(keys, queries)
+    # Built in, ds is kept at head_dim 128 and not at 64.
+    dim = 64 if kept else 128
+    text = SM90.replace("4096", "16384").replace("head_dim=128", f"head_dim={dim}")
+    problem = problem_of(text)
+    keys, queries = hopper_backward.DKDV[dim][1], hopper_backward.DQ[dim][2]
+    config = BackwardConfig(keys, kept=hopper_backward.KEPT[dim][0]) if kept else BackwardConfig(keys, queries)
     assert hopper_backward.origin(problem) == records.BUILT_IN
-    assert not hopper_backward.heads_kept(problem)
-    put(folder, hopper_row(config, "bwd", SM90.replace("4096", "16384")))
+    assert bool(hopper_backward.heads_kept(problem)) is not kept
+    put(folder, hopper_row(config, "bwd", text))
     assert hopper_backward.lookup_dkdv(problem) == keys
     assert "user record" in hopper_backward.origin(problem)
     if kept:

@@ -322,3 +322,17 @@ def test_kernels_are_compiled_ahead_in_processes_without_a_gpu(few, tmp_path, mo
 def test_rows_that_cannot_be_copied_in_bulk_are_known_beforehand(folder):
     args = command.argparse.Namespace(problem=["seqlen=64 head_dim=100 arch=sm_90", SM90], grid=None, passes=("fwd",))
     assert [p.bulk for p in command._problems(args, True)] == [False, True]
+
+
+def test_backward_passes_on_hopper_are_timed_deterministic(monkeypatch):
+    """A record chooses their kernels; where dq may be added up in memory none of them would run."""
+    seen = []
+
+    class Module:
+        forward = staticmethod(lambda bound, *rest: None)
+        backward = staticmethod(lambda bound, *rest: seen.append(bound.spec.deterministic))
+
+    monkeypatch.setattr(work, "module_of", lambda backend: Module)
+    for backend in ("hopper", "triton"):
+        work._timed(Problem.parse("dtype=float16 heads=2 seqlen=64 head_dim=64 grad=qkv arch=cpu"), "bwd", backend, "cpu")[1]()
+    assert seen == [True, None]

@@ -248,7 +248,8 @@ def attention(
     times that for o, lse and their forward-mode derivatives in one pass.
     Extra memory: o and lse forward; the gradients and one float32 a row backward (the torch backend also holds tiles of a fixed
     size, and float32 sums of dk and dv while it works on half-precision inputs; wide and float32 heads keep weights, in at most
-    as much memory as a few copies of dq or o, or 384 MiB, and float32 on Hopper has 4 or 6 bytes for each element of its
+    as much memory as a few copies of dq or o, or 384 MiB; on Hopper a backward pass keeps ds in at most eight float32 copies of
+    dq, or sums in one; and float32 on Hopper has 4 or 6 bytes for each element of its
     operands). Nothing grows with seqlen_q * seqlen_k, but what says which tiles a mask of tensors has, and the bits of a dense
     one.
 

@@ -145,13 +145,14 @@ def _bulk_bias(c: Capability, p: Problem) -> list[Reason]:
         reasons.append(Reason("term", f"the spec has a bias beside {', '.join(beside)}, it takes a bias beside bounds only"))
     if p.head_dim not in c.bulk_bias or p.head_dim_v != p.head_dim:
         reasons.append(Reason("term", f"the spec has a bias, which it takes at head_dim {', '.join(map(str, c.bulk_bias))}"))
-    lacking = [word for letter, word in (("q", "queries"), ("k", "keys")) if not bias.has(letter)]
+    lacking = [word for letter, word in (("q", "query"), ("k", "key")) if not bias.has(letter)]
     if lacking:
-        reasons.append(Reason("term", f"the bias broadcasts over {' and '.join(lacking)}, it takes one with an element for each"))
+        text = f"the bias has a single {' and a single '.join(lacking)}, it takes one with an element for each of several"
+        reasons.append(Reason("term", text))
     if bias.dtype != p.dtype:
         reasons.append(Reason("dtype", f"the bias is {bias.dtype} and q {p.dtype}, it takes one of the same dtype"))
     if not bias.bulk:
-        text = "the bias has a base or strides that are not multiples of 16 bytes (or 0), or a last dim that is not contiguous"
+        text = "the bias has a base or strides that are 0 or no multiples of 16 bytes, or a last dim that is not contiguous"
         reasons.append(Reason("layout", text))
     return reasons
 

@@ -172,6 +172,7 @@ def _passes(problem: Problem, backend: str | None, tiles: tuple[int, int] | None
 
 def _hopper_passes(problem: Problem) -> list[_Pass]:
     from ..configs import hopper, hopper_backward
+    from ..configs.records import BUILT_IN
 
     if "bias" in problem.spec.steps:
         return _bias_passes(problem)
@@ -182,7 +183,7 @@ def _hopper_passes(problem: Problem) -> list[_Pass]:
     adding = None if problem.spec.deterministic or set(problem.grad) != set("qkv") else hopper_backward.lookup_adding(problem)
     if adding is not None:
         tiles = TilePlan(problem, adding.block_m, adding.block_n)
-        return [*out, _Pass("backward", tiles, "dq added up in memory, in any order", source)]
+        return [*out, _Pass("backward", tiles, "dq added up in memory, in any order", BUILT_IN)]
     if set(problem.grad) & set("kv"):
         keys = hopper_backward.lookup_dkdv(problem)
         out.append(_Pass("backward dk, dv", TilePlan(problem, keys.block_m, keys.block_n), f"{keys.stages} stages", source))

@@ -170,7 +170,7 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, False): (),
     (192, True): (),
 }
-# Where the kernel that adds dq up in memory was faster by 3 % with everything included: classes of the number of keys. An empty
+# Where the kernel that adds dq up in memory was faster with everything included: classes of the number of keys. An empty
 # class switches it off, whatever a call asks for. So it is at head_dim 128, where it is the fastest everywhere but on short causal
 # sequences, until ``tilewise check`` has held it against float64 on a GPU: ("short", "medium", "long"), and ("medium", "long").
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {

@@ -5,7 +5,8 @@ columns) for each consumer. It is read while the product of the scores runs, in 
 their scale in one instruction.
 
 Scores are natural here, not in base two: times log2(e) the lowest finite value would be -inf, and a row of it an empty one. The
-weights of a row are ``exp2(s unit - pivot)``; what was rounded off the pivot is made good in lse alone, since it cancels in o.
+weights of a row are ``exp2(s unit - pivot)``; what was rounded off the pivot is made good in lse and the sums of rows alone, since
+it cancels in o.
 """
 
 from triton.experimental import gluon

@@ -87,7 +87,7 @@ class KeptDs:
     slots: DsSlots
     before: gl.tensor  # tiles that this consumer has put for earlier heads, less the number of its first tile
     C: gl.constexpr
-    EARLY: gl.constexpr  # above the product that makes dk, rather than below it
+    EARLY: gl.constexpr  # ``bwd._step`` alone asks: above the product that makes dk, rather than below it
 
     @gluon.jit
     def put(self, step, ds, m_block):
