@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .bias import biased, fill_keys, make_bias
 from .bias_fwd import locate
 from .chunks import pass_over
-from .fwd import _for_workers
-from .parts import ROWS, WARPS, Work, make_ring, wait
+from .parts import ROWS, WARPS, Work, for_workers, make_ring, wait
 from .terms import LOG2_E, Own, masked
 
 # Kernel arguments that never enter a compile key.
@@ -136,6 +135,6 @@ def _dq_bias_kernel(
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "a program has two or three consumers")
     gl.warp_specialize(
         [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine)][:CONSUMERS] + [(_producer, copies)],
-        _for_workers(CONSUMERS, WARPS, 1),
-        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        for_workers(CONSUMERS, WARPS, 1),
+        for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     )

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .bias import biased, fill_keys, log_sum, make_bias, natural_step
-from .fwd import _add_product, _add_values, _for_workers, _pass_over, _rescale_all, _scores, _wait_for_products
-from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, tiles_of_program
+from .fwd import _add_product, _add_values, _pass_over, _rescale_all, _scores, _wait_for_products
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, for_workers, make_ring, tiles_of_program
 from .terms import Own, masked
 
 # Kernel arguments that never enter a compile key.
@@ -193,6 +193,6 @@ def _fwd_bias_kernel(
     gl.warp_specialize(
         [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (_consumer, (3,) + mine)][:CONSUMERS]
         + [(_producer, (work, group, bias, q_desc, k_desc, v_desc, bias_desc, q_ring, k_ring, v_ring))],
-        _for_workers(CONSUMERS, WARPS, 1),
-        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        for_workers(CONSUMERS, WARPS, 1),
+        for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     )

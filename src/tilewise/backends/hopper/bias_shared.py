@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .bias import make_bias
 from .bias_dq import products, weights
 from .bias_fwd import locate
-from .fwd import _for_workers
-from .parts import ROWS, WARPS, Ring, Work, arrive_warp, make_ring, wait
+from .parts import ROWS, WARPS, Ring, Work, arrive_warp, for_workers, make_ring, wait
 from .terms import Own
 
 # Kernel arguments that never enter a compile key.
@@ -201,6 +200,6 @@ def _dq_dbias_kernel(
     gl.static_assert(CONSUMERS == 2, "a program has two consumers")
     gl.warp_specialize(
         [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_producer, copies)],
-        _for_workers(CONSUMERS, WARPS, 1),
-        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        for_workers(CONSUMERS, WARPS, 1),
+        for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     )

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .bwd_parts import LENGTHS, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
 from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
 from .ds_tiles import KeptDs, make_ds_slots, store_all
-from .parts import ROWS, WARPS, each, wait
+from .parts import ROWS, WARPS, for_workers, wait
 from .terms import make_ramp
 
 
@@ -234,14 +234,14 @@ def _dkdv_kernel(
         gl.warp_specialize(
             [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (feed_all, copies)]
             + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
-            each(1, WARPS, 1 + KEEPS, 1),
-            each(1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+            for_workers(2, WARPS, 1, 1 + KEEPS),
+            for_workers(2, CONSUMER_REGISTERS, FEEDER_REGISTERS, 1 + KEEPS),
         )
     else:
         gl.static_assert(CONSUMERS == 3, "a program has two or three consumers")
         gl.warp_specialize(
             [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine), (feed_all, copies)]
             + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
-            each(2, WARPS, 1 + KEEPS, 1),
-            each(2, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+            for_workers(3, WARPS, 1, 1 + KEEPS),
+            for_workers(3, CONSUMER_REGISTERS, FEEDER_REGISTERS, 1 + KEEPS),
         )

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .bwd_parts import LENGTHS, Keys, feed_all, publish, rounded, rows_of, scores, weights
 from .chunks import Tiles, accumulator, inner, make_part_ring, make_tiles, operand, outer, settled, swizzled, zeros_like
 from .ds_tiles import KeptDs, make_ds_slots, store_all
-from .parts import ROWS, WARPS, arrive_warp, each, wait
+from .parts import ROWS, WARPS, arrive_warp, for_workers, wait
 from .terms import make_ramp
 
 
@@ -223,6 +223,6 @@ def _dkdv_pair_kernel(
             (feed_all, (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc) + tiles[:5]),
         ]
         + ([(store_all, (keys, ds_desc, ds_slots))] if KEEPS else []),
-        each(1, WARPS, 1 + KEEPS, 1),
-        each(1, CONSUMER_REGISTERS, 1 + KEEPS, FEEDER_REGISTERS),
+        for_workers(2, WARPS, 1, 1 + KEEPS),
+        for_workers(2, CONSUMER_REGISTERS, FEEDER_REGISTERS, 1 + KEEPS),
     )

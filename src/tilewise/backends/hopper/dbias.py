@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bias import make_bias
 from .bias_dq import products, weights
-from .fwd import _for_workers
-from .parts import ROWS, WARPS, Ring, Work, arrive_warp, tile_range, wait
+from .parts import ROWS, WARPS, Ring, Work, arrive_warp, for_workers, tile_range, wait
 from .terms import Own
 
 # Kernel arguments that never enter a compile key.
@@ -230,6 +229,6 @@ def _dbias_kernel(
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "a program has two or three consumers")
     gl.warp_specialize(
         [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_consumer, (2,) + mine)][:CONSUMERS] + [(_producer, copies)],
-        _for_workers(CONSUMERS, WARPS, 1),
-        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        for_workers(CONSUMERS, WARPS, 1),
+        for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     )

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .parts import LN_2, ROWS, TICKETS, WARPS, Work, make_ring, rescale, softmax_step, weights
+from .parts import LN_2, ROWS, TICKETS, WARPS, Work, for_workers, make_ring, rescale, softmax_step, weights
 from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
 # Kernel arguments that never enter a compile key: one kernel serves every length, window and number of heads.
@@ -266,12 +266,6 @@ def _consumer(C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring,
         _attend(index, turn, step, C, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)
 
 
-@gluon.constexpr_function
-def _for_workers(CONSUMERS, CONSUMER, PRODUCER):
-    """A number for each partition but the first, which is a consumer."""
-    return [CONSUMER] * (CONSUMERS - 1) + [PRODUCER]
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, qk_scale2,
@@ -314,6 +308,6 @@ def _fwd_kernel(
             (_consumer, (3, work, o_desc, lse_ptr, qk_scale2, q_ring, k_ring, v_ring, ramp)),
         ][:CONSUMERS]
         + [(_producer, (work, group, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
-        _for_workers(CONSUMERS, WARPS, 1),
-        _for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        for_workers(CONSUMERS, WARPS, 1),
+        for_workers(CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS),
     )

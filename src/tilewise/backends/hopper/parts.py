@@ -56,9 +56,9 @@ def wait(barrier, phase):
 
 
 @gluon.constexpr_function
-def each(workers, of_worker, helpers, of_helper):
-    """A number for each partition but the first: the other consumers, and the warps beside them."""
-    return [of_worker] * workers + [of_helper] * helpers
+def for_workers(CONSUMERS, CONSUMER, HELPER, HELPERS=1):
+    """A number for each partition but the first, which is a consumer: the other consumers, and who feeds them or stores."""
+    return [CONSUMER] * (CONSUMERS - 1) + [HELPER] * HELPERS
 
 
 @gluon.jit
