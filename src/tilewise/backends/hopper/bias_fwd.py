@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .bias import biased, fill_keys, log_sum, make_bias, natural_step
-from .fwd import _add_product, _add_values, _pass_over, _rescale_all, _scores, _wait_for_products
+from .chunks import pass_over
+from .fwd import _add_product, _add_values, _rescale_all, _scores, _wait_for_products
 from .parts import LN_2, ROWS, TICKETS, WARPS, Work, for_workers, make_ring, tiles_of_program
 from .terms import Own, masked
 
@@ -111,7 +112,7 @@ def _attend(
     own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
     own = Own(batch, head, None, None, None)
     q = q_ring.take_chunks(turn * work.CONSUMERS + C)
-    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = pass_over(hi - own_hi, step, k_ring, v_ring)
 
     s = _biased_scores(q, k_ring, step, bias, C, work, own, sm_scale, S_LAYOUT, 0)
     s = masked(s, work, own, own_hi - 1, own_hi - 1, start_row, free_lo, free_hi)
@@ -144,7 +145,7 @@ def _attend(
             acc = _rescale_all(acc, alpha)
             acc, step = _add_values(gl.convert_layout(p_next.to(o_desc.dtype), P_LAYOUT), acc, step, v_ring)
 
-    step = _pass_over(own_lo - lo, step, k_ring, v_ring)
+    step = pass_over(own_lo - lo, step, k_ring, v_ring)
     _finish(acc, m_i, l_i, q, o_desc, lse_ptr, rows_ptr, work, bias, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step

@@ -12,12 +12,13 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=("heads_q", "seqlen_q", "q_pad", "m_blocks"))
-def _rows_kernel(
-    o_ptr, do_ptr, dlse_ptr, lse_ptr, lse2_ptr, delta_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
+@triton.jit
+def delta_of_rows(
+    o_ptr, do_ptr, dlse_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
     HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows, one head after the other."""
+    """``(delta, rows, inside, padded)`` of this program's rows: their places in tensors of seqlen_q rows a head, which of them are
+    inside, and their places where a head has q_pad rows. Grid: tiles of rows, one head after the other."""
     index = tl.program_id(0)
     head_index = index // m_blocks
     start_m = (index - head_index * m_blocks) * BLOCK_M
@@ -35,9 +36,20 @@ def _rows_kernel(
     rows = head_index.to(tl.int64) * seqlen_q + offs_m
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + rows, mask=inside, other=0.0)
+    return delta, rows, inside, head_index.to(tl.int64) * q_pad + offs_m
+
+
+@triton.jit(do_not_specialize=("heads_q", "seqlen_q", "q_pad", "m_blocks"))
+def _rows_kernel(
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, lse2_ptr, delta_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
+    HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of rows, one head after the other."""
+    delta, rows, inside, padded = delta_of_rows(
+        o_ptr, do_ptr, dlse_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks, HAS_DLSE, HEAD_DIM_V, BLOCK_M, BLOCK_DV
+    )
     lse = tl.load(lse_ptr + rows, mask=inside, other=-float("inf"))
     empty = lse == -float("inf")
-    padded = head_index.to(tl.int64) * q_pad + offs_m
     tl.store(lse2_ptr + padded, tl.where(empty, float("inf"), lse * LOG2_E))
     tl.store(delta_ptr + padded, tl.where(empty, 0.0, -delta))
 

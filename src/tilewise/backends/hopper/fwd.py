@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .chunks import pass_over
 from .parts import LN_2, ROWS, TICKETS, WARPS, Work, for_workers, make_ring, rescale, softmax_step, weights
 from .terms import RAMP_GROUP, make_ramp, masked, own_of, scored, with_sink
 
@@ -151,18 +152,6 @@ def _add_values(p, acc, step, v_ring):
 
 
 @gluon.jit
-def _pass_over(count, step, k_ring, v_ring):
-    """Let ``count`` tiles go by that this consumer's rows do not see: the producer waits for every consumer."""
-    for _ in range(count):
-        k_ring.take(step)
-        k_ring.release(step)
-        v_ring.take(step)
-        v_ring.release(step)
-        step += 1
-    return step
-
-
-@gluon.jit
 def _finish(
     acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr
 ):
@@ -219,7 +208,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
     own_lo, free_lo, free_hi, own_hi = work.own(batch, head, start_row, lo, hi)
     own = own_of(work, batch, head, start_row, qk_scale2, S_LAYOUT)
     q = q_ring.take_chunks(turn * work.CONSUMERS + C)
-    step = _pass_over(hi - own_hi, step, k_ring, v_ring)
+    step = pass_over(hi - own_hi, step, k_ring, v_ring)
 
     # The first key tile: nothing to rescale yet.
     n_block = work.tile(own, own_hi - 1)
@@ -246,7 +235,7 @@ def _attend(index, turn, step, C: gl.constexpr, work, o_desc, lse_ptr, qk_scale2
                 S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
 
-    step = _pass_over(own_lo - lo, step, k_ring, v_ring)
+    step = pass_over(own_lo - lo, step, k_ring, v_ring)
     _finish(acc, m_i, l_i, q, o_desc, lse_ptr, work, own, batch, head, start_row, S_LAYOUT, O_LAYOUT)
     q_ring.give_back(turn * work.CONSUMERS + C)
     return step
