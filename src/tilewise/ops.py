@@ -165,12 +165,14 @@ _before: dict[tuple[Any, ...], tuple[_Binding, ...]] = {}
 _MOST_TRIED = 4
 
 
-@forgetters.append
 def _forget() -> None:
     """Forget all bindings: what they launch was made with configs."""
     _bound.clear()
     _before.clear()
     _problems.clear()
+
+
+forgetters.append(_forget)
 
 
 def _bind(q, k, v, spec, sm_scale, precision, backend, grad, also=(), tensors=NO_TENSORS, jvp="") -> _Binding:
@@ -442,7 +444,7 @@ def _asked(ctx: Any, grad: str, given: Sequence[torch.Tensor | None]) -> str:
 def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, static: bool = False) -> Any:
     """The gradients of a Function's arguments; ``static``: of all that may be asked for, since ``ctx`` has no nodes of its own."""
     nothing = (None,) * len(ctx.needs_input_grad)
-    differentiable = min(max(3, len(nothing) - _ARGUMENTS), len(GRADIENTS))
+    differentiable = min(max(3, len(nothing) - _ARGUMENTS), len(GRADIENTS))  # q, k and v are always there
     grad = grad_letters(*ctx.needs_input_grad[:differentiable])
     if (do is None and dlse is None) or not grad:
         return nothing
@@ -630,7 +632,8 @@ def _remember(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: _Binding
     """Let ``attention_before`` find the binding of this plain call, if its tensors are aligned."""
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return
-    if bound.check is None:
+    # One that refuses this call was made where the thread had other keys (in inference mode, say).
+    if bound.check is None or not bound.check(q, k, v):
         bound.check = check_of(q, k, v)
         if bound.check is None:
             return
@@ -655,9 +658,9 @@ def attention_plain(
     """``attention_op`` for a call that ``is_plain`` and whose spec names no tensor."""
     grad = grad_letters(q.requires_grad, k.requires_grad, v.requires_grad) if _grad_enabled() else ""
     bound = _bind(q, k, v, spec, sm_scale, precision, backend, grad)
-    out = _attend(q, k, v, bound)
-    _remember(q, k, v, bound)
-    return out
+    if not torch._C._is_any_autocast_enabled():  # calls under autocast are not looked for
+        _remember(q, k, v, bound)
+    return _attend(q, k, v, bound)
 
 
 def attention_with_tensors(
