@@ -99,12 +99,16 @@ def _run(backend: str, problem: Problem, direction: str, *tensors: Any) -> Any:
     except (AttentionError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        own = problem.spec.function
-        hint = f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n" if own else ""
-        raise BackendBroken(
-            f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
-            f"{hint}Problem: {problem}"
-        ) from error
+        raise _broken(backend, problem, direction, error) from error
+
+
+def _broken(backend: str, problem: Problem, direction: str, error: Exception) -> BackendBroken:
+    own = problem.spec.function
+    hint = f"Is it the score function {function_of(problem.spec).name!r}? check_score_fn runs it alone.\n" if own else ""
+    return BackendBroken(
+        f"backend {backend!r} accepted the problem and then failed in its {direction} pass: {type(error).__name__}: {error}\n"
+        f"{hint}Problem: {problem}"
+    )
 
 
 @dataclass(slots=True)
@@ -230,7 +234,10 @@ def _forward_plain(q, k, v, bound):
             o, lse = bound.empty(size, stride, dtype), bound.empty(lse_size, lse_stride, lse_dtype)
             to_o, to_lse = o.data_ptr(), lse.data_ptr()
             if not (to_o | to_lse) % 16:
-                kept.launch(stream, (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_o, to_lse))
+                try:
+                    kept.launch(stream, (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_o, to_lse))
+                except Exception as error:
+                    raise _broken(bound.backend, bound.problem, "forward", error) from error
                 return o, lse
     o, lse = bound.empty_outputs(q, v)
     if bound.is_empty:

@@ -71,7 +71,7 @@ def _load(key: str, backend: str, name: str) -> ModuleType:
 
 
 def forget() -> None:
-    """Forget every config that was looked up, here, in the backends and above, so that the next call sees records as they are now."""
+    """Forget every config that was looked up, and what was made of it, so that the next call sees records as they are now."""
     configs.forget()
     for name in {*_MODULES.values(), *_JVP.values()}:
         own = getattr(sys.modules.get(name), "forget", None)

@@ -136,7 +136,7 @@ class Kept:
         self._compiled = compiled  # Triton unloads a kernel that nobody holds
 
     def stream(self) -> int | None:
-        """The stream to launch on now; None where the ordinary road must be taken: another device is current, or somebody watches."""
+        """The stream to launch on now; None for the ordinary road: another device is the current one, or somebody watches."""
         device = self._device
         if device != _current_device() or _hooked(self._kernel, self._knobs):
             return None
