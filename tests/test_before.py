@@ -70,6 +70,13 @@ OTHERS = {
     "zeros that are known": lambda t: torch._efficientzerotensor(t.shape),
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse(),
+    "compressed": lambda t: t[0, 0].to_sparse_csr(),
+    "nested": lambda t: torch.nested.as_nested_tensor([t, t]),  # whose strides, asked for in C++, end the process
+    "jagged": lambda t: torch.nested.as_nested_tensor([t[0], t[1]], layout=torch.jagged),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
+    "opaque": lambda t: t.to_mkldnn(),
+    "functional": torch._to_functional_tensor,
+    "complex": lambda t: t.to(torch.complex64),
     "inference": in_inference,
     "list": lambda t: t.tolist(),
     "none": lambda t: None,
@@ -86,6 +93,14 @@ def test_a_tensor_of_another_kind_is_no_call_before(what, place):
     assert ops.attention_before(*[t.clone() for t in tensors], *ARGUMENTS) is not None
     tensors[place] = OTHERS[what](tensors[place])
     assert ops.attention_before(*tensors, *ARGUMENTS) is None
+
+
+def test_an_aligned_tensor_is_none_of_the_kind_of_one_that_was_not():
+    q, k, v = (torch.randn(2, 2, 16, 16) for _ in range(3))
+    for _ in range(2):
+        tw.attention(q, shifted(k), v)
+    assert ops.attention_before(q, k, v, *ARGUMENTS) is None
+    assert not ops._before
 
 
 def test_a_tensor_of_another_number_of_dims_is_no_call_before():

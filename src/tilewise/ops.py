@@ -23,7 +23,7 @@ from .batching import backward_rule, forward_rule
 from .errors import AttentionError, BackendBroken, BackendRefused
 from .functions import find, function_of, names_function
 from .operands import describe, full_rank
-from .plain import check_of, is_plain, quick_empty
+from .plain import check_of, have_strides, is_plain, quick_empty
 from .problem import GRADIENTS, Problem, check_precision, check_tensors, dtype_name, grad_letters, keeps_rows
 from .select import capability, choose
 from .spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
@@ -627,8 +627,10 @@ def attention_before(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``attention_plain`` for a call like one of the last that it took. ``None`` where this one may be of another kind: q, k and v
     may be anything. The thread ``is_unwatched``, the other arguments are valid, and autocast is off."""
-    key = spec, sm_scale, precision, backend, _grad_enabled()
-    for bound in _before.get(key, ()):
+    tried = _before.get((spec, sm_scale, precision, backend, _grad_enabled()))
+    if tried is None or not have_strides(q, k, v):
+        return None
+    for bound in tried:
         if bound.check(q, k, v):
             # The check looks at no addresses. Those of a binding that has one are multiples of 16.
             return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 else _attend(q, k, v, bound)
