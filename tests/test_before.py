@@ -419,6 +419,17 @@ def test_a_counter_is_not_repeated(h200, monkeypatch):
     assert bound.kept is None
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_launch_that_names_tensors_of_a_spec_is_not_returned(h200, monkeypatch, backend):
+    returned = []
+    run = ops._run
+    monkeypatch.setattr(ops, "_run", lambda *args: returned.append(run(*args)))
+    for spec in (tw.causal(), tw.causal() & tw.sink(torch.randn(8))):
+        for _ in range(3):
+            tw.attention(*half(), spec=spec, backend=backend)
+    assert [kept is None for kept in returned] == [True, False, False, True, True, True]
+
+
 def test_another_current_device_is_entered(h200):
     for _ in range(3):
         tw.attention(*half(), backend="hopper")
