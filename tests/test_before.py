@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilewise as tw
 from tilewise import backends, ops
 from tilewise.arch import ARCHS, Runtime
-from tilewise.plain import check_of, quick_empty
+from tilewise.plain import quick_empty
 
 ARGUMENTS = ("full", None, None, "auto")
 
@@ -119,6 +119,17 @@ def test_other_arguments_are_no_call_before(options, found):
         for each in ({}, options):
             tw.attention(*tensors, **each)
     assert found == [False, False]
+
+
+@pytest.mark.parametrize("spec", [tw.causal(), tw.causal() & tw.softcap(20.0)], ids=str)
+def test_specs_without_tensors_are_looked_for_too(spec, found):
+    tensors = qkv()
+    first, second = (tw.attention(*tensors, spec=spec) for _ in range(2))
+    assert torch.equal(first, second)
+    assert found == [False, True]
+    tw.attention(*tensors, spec=spec, return_max_logit=True)
+    tw.attention(*tensors, spec=spec & tw.sink(torch.randn(4)))
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -239,25 +250,26 @@ def test_second_derivatives_stay_refused():
             torch.autograd.grad(dq.sum(), q)
 
 
-def test_one_tensor_thrice_is_attention_all_the_same():
-    t = torch.randn(1, 2, 16, 16)
-    for _ in range(3):
-        torch.testing.assert_close(tw.attention(t, t, t).double(), oracle(t, t, t), rtol=1e-5, atol=1e-5)
-    assert check_of(t, t) is None
+def test_one_tensor_in_two_places_is_attention_all_the_same(found):
+    a, b, c = (torch.randn(1, 2, 16, 16) for _ in range(3))
+    calls = ((a, a, a), (a, b, c), (a, b, b), (b, a, b), (b, b, a), (a, a, a), (a, b, c))
+    for tensors in calls:
+        torch.testing.assert_close(tw.attention(*tensors).double(), oracle(*tensors), rtol=1e-5, atol=1e-5)
+    assert found[::2] == [False] * 6 + [True]
 
 
 def test_few_kinds_are_tried_and_the_last_one_first(found):
-    kinds = [tuple(torch.randn(1, 2, n, 8) for _ in range(3)) for n in range(1, 8)]
+    kinds = [tuple(torch.randn(1, 2, n, 8) for _ in range(3)) for n in range(1, 12)]
     for tensors in kinds:
         tw.attention(*tensors)
     (tried,) = ops._before.values()
-    assert [bound.problem.seqlen_q for bound in tried] == [7, 6, 5, 4]
+    assert [bound.problem.seqlen_q for bound in tried] == [11, 10, 9, 8, 7, 6, 5, 4]
     tw.attention(*kinds[4])
     tw.attention(*kinds[0])
     assert found[-2:] == [True, False]
     (tried,) = ops._before.values()
-    assert [bound.problem.seqlen_q for bound in tried] == [1, 7, 6, 5]
-    assert len(ops._bound) == 7
+    assert [bound.problem.seqlen_q for bound in tried] == [1, 11, 10, 9, 8, 7, 6, 5]
+    assert len(ops._bound) == 11
 
 
 def test_what_is_known_of_calls_before_is_bounded_and_forgotten(monkeypatch):

@@ -258,6 +258,7 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     tensors, bare = NO_TENSORS, True
+    plain: bool | None = None
     if deterministic is not None:
         check_flag("deterministic", deterministic, or_none=True)
     # The dispatcher would turn a bool or a tensor into a float in silence.
@@ -271,11 +272,6 @@ def attention(
         check_precision(precision, "float32")
     if spec is None and return_max_logit is False and is_unwatched():
         mask = _known_mask(causal, window, align, deterministic)
-        if not torch._C._is_any_autocast_enabled():
-            found = attention_before(q, k, v, mask, sm_scale, precision, backend)
-            if found is not None:
-                return found if return_lse else found[0]
-        plain = are_plain(q, k, v)
     else:
         whole = _with_mode(_spec(causal, window, align, spec), deterministic)
         if return_max_logit is not False:
@@ -289,6 +285,12 @@ def attention(
         plain = is_plain(q, k, v, *named) and (bool(named) or return_max_logit is False)
         _check_tensors_of(whole, tensors, plain)
         mask = _text(whole)
+    if bare and plain is not False and not torch._C._is_any_autocast_enabled():
+        found = attention_before(q, k, v, mask, sm_scale, precision, backend)
+        if found is not None:
+            return found if return_lse else found[0]
+    if plain is None:  # nobody watches, and the tensors were not looked at yet
+        plain = are_plain(q, k, v)
     # The dispatcher would refuse other kinds of tensors in words of its own.
     if not plain:
         check_kinds(q, k, v)

@@ -166,7 +166,7 @@ _problems: dict[Problem, Problem] = {}
 _MOST_BOUND = 4096
 # The bindings of the last plain calls by all that is no tensor, latest first.
 _before: dict[tuple[Any, ...], tuple[_Binding, ...]] = {}
-_MOST_TRIED = 4
+_MOST_TRIED = 8
 
 
 def _forget() -> None:
@@ -638,14 +638,13 @@ def attention_before(
 
 
 def _remember(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: _Binding) -> None:
-    """Let ``attention_before`` find the binding of this plain call, if its tensors are aligned."""
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    """Let ``attention_before`` find the binding of this plain call, if its tensors are aligned and three objects: a check refuses
+    one object in two places."""
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or q is k or q is v or k is v:
         return
     # One that refuses this call was made where the thread had other keys (in inference mode, say).
     if bound.check is None or not bound.check(q, k, v):
         bound.check = check_of(q, k, v)
-        if bound.check is None:
-            return
     key = *bound.arguments, _grad_enabled()
     if len(_before) >= _MOST_BOUND:
         _before.clear()
