@@ -72,7 +72,12 @@ class Keys:
     @gluon.jit
     def place(self):
         """``(batch, head_kv, first key)`` of this program."""
-        head_index, n_block = order(program(), self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
+        return self.place_of(program())
+
+    @gluon.jit
+    def place_of(self, index):
+        """The same of a place in the order of work."""
+        head_index, n_block = order(index, self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
         head_index += self.head_first
         batch = head_index // self.heads_kv
         return batch, head_index - batch * self.heads_kv, n_block * self.BLOCK_N
@@ -170,12 +175,15 @@ def hidden(p, keys, own, m_block, key_row):
     eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    # Counted from what lies left of a thread's columns, less the upper bound: a comparison with a number that is known beforehand
+    # for each register. Positions of columns would fill registers from one tile to the next.
+    left = keys.q_start + m_block * keys.BLOCK_M + (quad * 2)[None, None, :, None]
+    column = eight[None, :, None, None] * 8 + pair[None, None, None, :]
     kv_pos = (key_row + row)[:, None, None, None]
-    q_pos = (keys.q_start + m_block * keys.BLOCK_M + quad * 2)[None, None, :, None]
-    q_pos = q_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
-    ok = allowed(q_pos, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, keys.HAS_LOWER)
+    ends = keys.seqlen_k - left - keys.upper
+    ok = allowed(column, kv_pos - left - keys.upper, ends, 0, keys.lower + keys.upper, keys.HAS_UPPER, keys.HAS_LOWER)
     if keys.LISTED:
-        queries = q_pos - keys.q_start
+        queries = left + column - keys.q_start
         ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
