@@ -215,10 +215,11 @@ def _differentiate(
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     batch, head_kv, start_n = turns.place(turn)
     key_row = start_n + C * ROWS
-    k = (k_tiles.slice(C * ROWS, ROWS, dim=0),)
+    k = (k_tiles,)
+    START: gl.constexpr = C * ROWS
     v = (v_tiles.index(C),)
     handed = Handed(ds_ring, C, ds_ring.EARLY)
-    dk = zeros_like(k)
+    dk = zeros_like(v)
     dv = zeros_like(v)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
@@ -229,19 +230,19 @@ def _differentiate(
         own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(own_lo - lo, step, q_ring, do_ring, keys.BLOCK_M)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, k_left),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, START),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
             qk_scale2, handed, False,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         lo, hi = turns.tiles(turn)
@@ -298,7 +299,7 @@ def _add_tile(tile, slot, keys, k_tiles, kv_full, turn, ds_ring, sums_ptr):
         zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         ds = ds_ring.tiles.index(slot * (keys.BLOCK_M // ROWS) + i // PARTS)
         ds = ds.reinterpret(ds.dtype, [keys.BLOCK_N, ROWS], BLOCKS_OF_TWO)
-        k = k_tiles.slice((i % PARTS) * WIDTH, WIDTH, dim=1)
+        k = k_tiles.index(0).slice((i % PARTS) * WIDTH, WIDTH, dim=1)
         x = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=(x,))
         if i + 1 == SLICES:
@@ -362,7 +363,7 @@ def _adder(
         # Fresh barriers grant the opposite parity at once.
         wait(k_left, (turn & 1) ^ 1)
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        _load(k_desc, own_batch, head_kv, start_n, k_tiles, kv_full.index(0))
+        _load(k_desc, own_batch, head_kv, start_n, k_tiles.index(0), kv_full.index(0))
         wait(v_left, (turn & 1) ^ 1)
         mbarrier.expect(kv_full.index(1), keys.BLOCK_N // ROWS * v_desc.block_type.nbytes)
         for c in gl.static_range(keys.BLOCK_N // ROWS):
@@ -407,7 +408,7 @@ def _dkdvdq_kernel(
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
     dk_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
     q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)

@@ -142,7 +142,9 @@ def rows_of(ring, step, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scores(k, q, zeros, keys, own, ramp):
-    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
+    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it. k as the one tile of an array is found again each time."""
+    if len(k[0].type.shape) == 3:
+        k = (k[0].index(gl.inline_asm("mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32)).slice(ramp, ROWS, dim=0),)
     s = inner(k, q, zeros, True)
     if keys.RAMP:
         s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
