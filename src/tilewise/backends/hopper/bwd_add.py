@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bwd import _steps
 from .bwd_parts import Keys, publish, scores
-from .chunks import accumulator, make_part_ring, pass_over, zeros_like
+from .chunks import Rows, accumulator, make_part_ring, pass_over, zeros_like
 from .ds_tiles import BLOCKS_OF_TWO, put
 from .parts import ROWS, TICKETS, WARPS, arrive_warp, wait
 
@@ -215,8 +215,7 @@ def _differentiate(
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
     batch, head_kv, start_n = turns.place(turn)
     key_row = start_n + C * ROWS
-    k = (k_tiles,)
-    START: gl.constexpr = C * ROWS
+    k = Rows(k_tiles, C * ROWS) if keys.AGAIN else (k_tiles.index(0).slice(C * ROWS, ROWS, dim=0),)
     v = (v_tiles.index(C),)
     handed = Handed(ds_ring, C, ds_ring.EARLY)
     dk = zeros_like(v)
@@ -230,19 +229,19 @@ def _differentiate(
         own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(own_lo - lo, step, q_ring, do_ring, keys.BLOCK_M)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, START),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, k_left),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
             qk_scale2, handed, False,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, START, k, v, q_ring, do_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         lo, hi = turns.tiles(turn)
@@ -405,6 +404,7 @@ def _dkdvdq_kernel(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and HAS_UPPER  # these spill otherwise
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -425,7 +425,7 @@ def _dkdvdq_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, none, heads_kv, group, q_pad, seqlen_k, q_start, upper, none,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, False, HAS_TAIL, LONGEST, True, True, True,
-        None, None, None, None, None, STEPS, False, False, False, False,
+        None, None, None, None, None, STEPS, False, False, False, False, AGAIN,
     )  # fmt: skip
     barriers = (kv_full, left.index(0), left.index(1), q_ring, do_ring, ds_ring, turns)
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles) + barriers + (qk_scale2, sm_scale)

@@ -68,6 +68,7 @@ class Keys:
     RAMP: gl.constexpr
     LISTED: gl.constexpr  # a list for each query head says which tiles of queries the keys of a program visit
     FAST: gl.constexpr  # ``terms.capped_with_slope``
+    AGAIN: gl.constexpr  # the keys of a consumer are ``Rows``, not a tuple of parts
 
     @gluon.jit
     def place(self):
@@ -142,9 +143,9 @@ def rows_of(ring, step, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scores(k, q, zeros, keys, own, ramp):
-    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it. k as the one tile of an array is found again each time."""
-    if len(k[0].type.shape) == 3:
-        k = (k[0].index(gl.inline_asm("mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32)).slice(ramp, ROWS, dim=0),)
+    """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
+    if keys.AGAIN:
+        k = k.parts()
     s = inner(k, q, zeros, True)
     if keys.RAMP:
         s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
@@ -177,16 +178,17 @@ def hidden(p, keys, own, m_block, key_row):
     eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    # Counted from what lies left of a thread's columns, less the upper bound: a comparison with a number that is known beforehand
-    # for each register. Positions of columns would fill registers from one tile to the next.
+    # Counted from what lies left of a thread's columns, and less the bound: columns are compared with numbers that are known
+    # beforehand for each register. Positions would fill registers from one tile to the next.
     left = keys.q_start + m_block * keys.BLOCK_M + (quad * 2)[None, None, :, None]
     column = eight[None, :, None, None] * 8 + pair[None, None, None, :]
-    kv_pos = (key_row + row)[:, None, None, None]
-    ends = keys.seqlen_k - left - keys.upper
-    ok = allowed(column, kv_pos - left - keys.upper, ends, 0, keys.lower + keys.upper, keys.HAS_UPPER, keys.HAS_LOWER)
+    key, end = (key_row + row)[:, None, None, None] - left, keys.seqlen_k - left
+    ok = allowed(column, key - keys.upper, end - keys.upper, 0, 0, keys.HAS_UPPER, False)
+    if keys.HAS_LOWER:
+        ok = ok & allowed(column, key + keys.lower, end + keys.lower, 0, 0, False, True)
     if keys.LISTED:
         queries = left + column - keys.q_start
-        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
+        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, key + left, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
 
