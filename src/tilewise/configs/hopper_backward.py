@@ -212,7 +212,7 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     if isinstance(config, AddingConfig):
         streamed = config.stages * config.block_m * (2 * row + 8)
         handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
-        return 2 * config.block_n * row + streamed + handed + _BARRIERS
+        return 3 * config.block_n * row + streamed + handed + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (row + row_v + 8) + ramp * config.block_m
