@@ -8,9 +8,9 @@ Arrivals that complete a phase of each barrier:
     issued   1, the adder's first thread: the number of a turn's tile is there
     told     1, the same thread: what there is to know of it
 
-Nobody gives a slot back. While what belongs to turn t is read, the adder waits for the ds of turn t + 1 at the latest. With so many
-slots of queries as STAGES it has fed STAGES - 1 steps by then, of turns up to t + STAGES - 1 where each has one step, and told of
-the turn after those. So more than STAGES slots are enough.
+Nobody gives a slot back. While what belongs to turn t is read, the adder has not gone beyond that turn. With so many slots of
+queries as STAGES it has fed STAGES - 1 steps ahead by then, of turns up to t + STAGES - 1 where each has one step, and told of the
+turn after those. So more than STAGES slots are enough.
 """
 
 from triton.experimental import gluon
