@@ -13,15 +13,14 @@ A consumer whose keys a tile of queries does not see hands over zeros, so that t
 The adder feeds as well: the next tile is copied in before the adds of a step, into the slot that the step before has left. With
 fewer than three slots the consumers would wait for a tile that is fed after the ds that they have yet to hand on.
 
-A program works on one tile of keys after another, as a counter in memory says, and its queries are fed across the border: the first
-of the next keys while the last adds of these are made. The steps of the rings go on; the other barriers have a phase for each tile
-of keys, a turn.
+A program works on one tile of keys after another (``turns.py``), and its queries are fed across the border: the first of the next
+keys while the last adds of these are made. The steps of the rings go on; the other barriers have a phase for each turn.
 
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps, beyond those of ``bwd.py``:
-    ds       full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
-    issued   1, the adder's first thread: the number of a tile of keys is there
-    k_left   C * W: the consumers have made their last product with these keys
-    v_left   C * W: the consumers' dv and dk have left shared memory, dv by the place of the values
+    keys, values  full: 1 (bytes), each turn
+    ds            full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
+    left          C * W: the consumers' dv and dk have left shared memory, dv by the place of the values
+The keys of a turn are in nobody's way: when the adder has made its last product with them, the consumers have long made theirs.
 """
 
 from triton.experimental import gluon
@@ -32,116 +31,13 @@ from .bwd import _steps
 from .bwd_parts import Keys, publish, scores
 from .chunks import Rows, accumulator, make_part_ring, pass_over, zeros_like
 from .ds_tiles import BLOCKS_OF_TWO, put
-from .parts import ROWS, TICKETS, WARPS, arrive_warp, wait
+from .parts import ROWS, WARPS, arrive_warp, wait
+from .turns import SLOTS, make_turns
 
 WIDTH = gl.constexpr(64)  # columns that the adder makes at a time
 
 # Kernel arguments that never enter a compile key.
 LENGTHS = ("heads_kv", "group", "q_pad", "seqlen_k", "q_start", "upper", "n_blocks", "heads_total", "heads_together")
-
-
-FIELDS = gl.constexpr(16)  # words of a turn's record, of which 13 are used
-
-
-@gluon.constexpr_function
-def _issue_text(FIRST):
-    take = "mov.u32 t, %ctaid.x;" if FIRST else "@p atom.global.relaxed.gpu.add.u32 t, [$1], 1; add.u32 t, t, g;"
-    return (
-        "{ .reg .pred p; .reg .u32 x, t, g; mov.u32 g, %nctaid.x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.u32 p, x, 0;"
-        f"{take} @p st.shared.u32 [$2], t; @p mbarrier.arrive.shared::cta.b64 _, [$3]; mov.u32 $0, 0; }}"
-    )
-
-
-@gluon.constexpr_function
-def _tell_text(COUNT):
-    stores = "".join(f"@p st.shared.u32 [$1 + {4 * i}], ${3 + i};" for i in range(COUNT))
-    return (
-        "{ .reg .pred p; .reg .u32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.u32 p, x, 0;"
-        f"{stores} @p mbarrier.arrive.shared::cta.b64 _, [$2]; mov.u32 $0, 0; }}"
-    )
-
-
-@gluon.constexpr_function
-def _asked_text(FIELD):
-    return f"ld.shared.u32 $0, [$1 + {4 * FIELD}];"
-
-
-@gluon.aggregate
-class Turns:
-    """The tiles of keys that a program works on, one after another, as the adder takes them from a counter.
-
-    It works out once what everybody has to know of a turn, and leaves it in shared memory, where the others read it when they need
-    it: in registers it would stand in the way of accumulators. Nobody releases a record or a ticket: while those of turn t are read,
-    the adder waits for the ds of turn t + 1 at the latest, for which it has fed no turn beyond t + 2, and so begun none beyond t + 3.
-    """
-
-    counter: gl.tensor  # int32, 0 when the launch begins: tiles taken beyond the first of each program
-    ticket: gl.shared_memory_descriptor  # [TICKETS, 1]: the place of a turn's tile in the order of work
-    issued: gl.shared_memory_descriptor
-    record: gl.shared_memory_descriptor  # [TICKETS, FIELDS]
-    told: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def issue(self, turn, FIRST: gl.constexpr):
-        """Adder: its first thread takes the next tile."""
-        slot = turn % TICKETS
-        inputs = [self.counter, self.ticket.index(slot), self.issued.index(slot)]
-        gl.inline_asm(_issue_text(FIRST), "=r,l,r,r,~{memory}", inputs, gl.int32)
-
-    @gluon.jit
-    def tell(self, turn, keys):
-        """Adder: write down what the tile of this turn is, and take the next one, unless there is no such tile."""
-        slot = turn % TICKETS
-        wait(self.issued.index(slot), (turn // TICKETS) & 1)
-        index = gl.inline_asm(_asked_text(0), "=r,r,~{memory}", [self.ticket.index(slot)], gl.int32)
-        total = keys.n_blocks * keys.heads_total
-        batch, head_kv, start_n = keys.place_of(min(index, total - 1))
-        lo, hi = keys.tiles(start_n)
-        if index < total:
-            self.issue(turn + 1, False)
-        else:
-            lo = hi
-        own = keys.own(start_n, lo, hi) + keys.own(start_n + ROWS, lo, hi)
-        inputs = [self.record.index(slot), self.told.index(slot), batch, head_kv, start_n, lo, hi]
-        inputs += [own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7]]
-        gl.inline_asm(_tell_text(13), "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,~{memory}", inputs, gl.int32)
-
-    @gluon.jit
-    def arrived(self, turn):
-        wait(self.told.index(turn % TICKETS), (turn // TICKETS) & 1)
-
-    @gluon.jit
-    def ask(self, turn, FIELD: gl.constexpr):
-        """A word of this turn's record: opaque, so that it is read again instead of being kept in a register."""
-        return gl.inline_asm(_asked_text(FIELD), "=r,r,~{memory}", [self.record.index(turn % TICKETS)], gl.int32)
-
-    @gluon.jit
-    def place(self, turn):
-        """``(batch, head_kv, first key)``."""
-        return self.ask(turn, 0), self.ask(turn, 1), self.ask(turn, 2)
-
-    @gluon.jit
-    def tiles(self, turn):
-        """``(lo, hi)``: the tiles of queries, as ``Keys.tiles``; none if there is no such turn."""
-        return self.ask(turn, 3), self.ask(turn, 4)
-
-    @gluon.jit
-    def own(self, turn, C: gl.constexpr):
-        """``(own_lo, free_lo, free_hi, own_hi)`` of consumer ``C``, as ``Keys.own``."""
-        return self.ask(turn, 5 + 4 * C), self.ask(turn, 6 + 4 * C), self.ask(turn, 7 + 4 * C), self.ask(turn, 8 + 4 * C)
-
-
-@gluon.jit
-def make_turns(counter):
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ticket = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], LAYOUT)
-    record = gl.allocate_shared_memory(gl.int32, [TICKETS, FIELDS], LAYOUT)
-    issued = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(TICKETS):
-        mbarrier.init(issued.index(i), count=1)
-        mbarrier.init(told.index(i), count=1)
-    return Turns(counter, ticket, issued, record, told)
 
 
 @gluon.aggregate
@@ -208,7 +104,7 @@ def _write(tile, acc, scale, desc, batch, head, row):
 
 @gluon.jit
 def _differentiate(
-    turn, step, C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, k_left, v_left, q_ring, do_ring,
+    turn, step, C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring,
     ds_ring, turns, qk_scale2, sm_scale,
 ):  # fmt: skip
     """Consumer ``C``: dk and dv of its ROWS keys of this turn's tile. Returns the ring step after it."""
@@ -229,36 +125,35 @@ def _differentiate(
         own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(own_lo - lo, step, q_ring, do_ring, keys.BLOCK_M)
         q_ring.arrived(step)
-        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, k_left),))
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, left),))
         if keys.HAS_UPPER:
             s, dk, dv, step = _steps(
-                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+                own_lo, free_lo, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         s, dk, dv, step = _steps(
-            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+            free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
             qk_scale2, handed, False,
         )  # fmt: skip
         if keys.HAS_TAIL:
             s, dk, dv, step = _steps(
-                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, k_left, k, v, q_ring, do_ring, zeros, key_row,
+                free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
         lo, hi = turns.tiles(turn)
         own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(hi - own_hi, step, q_ring, do_ring, keys.BLOCK_M)
-    arrive_warp(k_left)
     batch, head_kv, start_n = turns.place(turn)
     _write(v[0], dv[0], 1.0, dv_desc, batch, head_kv, start_n + C * ROWS)
     _write(dk_tiles.index(C), dk[0], sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS)
     tma.store_wait(0)
-    arrive_warp(v_left)
+    arrive_warp(left)
     return step
 
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, k_left, v_left, q_ring, do_ring, ds_ring, turns,
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring, ds_ring, turns,
     qk_scale2, sm_scale,
 ):  # fmt: skip
     step = 0
@@ -266,7 +161,7 @@ def _consumer(
     turns.arrived(turn)
     while turns.ask(turn, 3) < turns.ask(turn, 4):
         step = _differentiate(
-            turn, step, C, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, k_left, v_left, q_ring, do_ring,
+            turn, step, C, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring,
             ds_ring, turns, qk_scale2, sm_scale,
         )  # fmt: skip
         turn += 1
@@ -315,7 +210,7 @@ def _load(desc, batch, head, row, tile, full):
 
 @gluon.jit
 def _first_of(keys, turns, turn):
-    """``(batch, head, lo, hi, left)`` of this turn: the first query head, the tiles of queries of each, and how many there are in
+    """``(batch, head, lo, hi, ahead)`` of this turn: the first query head, the tiles of queries of each, and how many there are in
     all: none, if there is no such turn."""
     turns.tell(turn, keys)
     turns.arrived(turn)
@@ -324,53 +219,51 @@ def _first_of(keys, turns, turn):
 
 
 @gluon.jit
-def _feed(fed, turn, batch, head, block, lo, hi, left, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
+def _feed(fed, turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
     """Copy the next tile of queries in, if there is one, and go on behind it: to the next head, or to the next turn."""
-    if left > 0:
+    if ahead > 0:
         do_ring.fill(do_desc, batch, head, block * keys.BLOCK_M, fed, delta_desc, keys.rows_head(batch, head))
         q_ring.fill(q_desc, batch, head, block * keys.BLOCK_M, fed, lse2_desc, keys.rows_head(batch, head))
         fed += 1
         block += 1
-        left -= 1
+        ahead -= 1
         if block == hi:
             block = lo
             head += 1
-        if left == 0:
+        if ahead == 0:
             turn += 1
-            batch, head, lo, hi, left = _first_of(keys, turns, turn)
+            batch, head, lo, hi, ahead = _first_of(keys, turns, turn)
             block = lo
-    return fed, turn, batch, head, block, lo, hi, left
+    return fed, turn, batch, head, block, lo, hi, ahead
 
 
 @gluon.jit
 def _adder(
-    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, k_left, v_left, q_ring, do_ring, ds_ring,
+    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, left, q_ring, do_ring, ds_ring,
     turns, sums_ptr,
 ):  # fmt: skip
     """Copies tiles in, one fewer ahead than there are slots, and adds ds k of each tile to memory."""
     tiles = keys.q_pad // keys.BLOCK_M
-    turns.issue(0, True)
+    turns.begin()
     turn = 0
     step = 0
     fed = 0
     fed_turn = 0
-    batch, head, lo, hi, left = _first_of(keys, turns, 0)
+    batch, head, lo, hi, ahead = _first_of(keys, turns, 0)
     block = lo
     own_lo, own_hi = turns.tiles(0)
     while own_lo < own_hi:
         own_batch, head_kv, start_n = turns.place(turn)
-        # Fresh barriers grant the opposite parity at once.
-        wait(k_left, (turn & 1) ^ 1)
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
         _load(k_desc, own_batch, head_kv, start_n, k_tiles.index(0), kv_full.index(0))
-        wait(v_left, (turn & 1) ^ 1)
+        wait(left, (turn & 1) ^ 1)  # granted at once the first time
         mbarrier.expect(kv_full.index(1), keys.BLOCK_N // ROWS * v_desc.block_type.nbytes)
         for c in gl.static_range(keys.BLOCK_N // ROWS):
             _load(v_desc, own_batch, head_kv, start_n + c * ROWS, v_tiles.index(c), kv_full.index(1))
         if turn == 0:
             for _ in range(q_ring.SLOTS - 1):
-                fed, fed_turn, batch, head, block, lo, hi, left = _feed(
-                    fed, fed_turn, batch, head, block, lo, hi, left, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
+                fed, fed_turn, batch, head, block, lo, hi, ahead = _feed(
+                    fed, fed_turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
                     do_ring,
                 )  # fmt: skip
         wait(kv_full.index(0), turn & 1)
@@ -380,8 +273,8 @@ def _adder(
             for _ in range(own_lo, own_hi):
                 slot = ds_ring.take(step)
                 fence_async_shared()
-                fed, fed_turn, batch, head, block, lo, hi, left = _feed(
-                    fed, fed_turn, batch, head, block, lo, hi, left, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
+                fed, fed_turn, batch, head, block, lo, hi, ahead = _feed(
+                    fed, fed_turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
                     do_ring,
                 )  # fmt: skip
                 _add_tile(number, slot, keys, k_tiles, kv_full, turn, ds_ring, sums_ptr)
@@ -407,6 +300,7 @@ def _dkdvdq_kernel(
     AGAIN: gl.constexpr = HEAD_DIM == 128 and HAS_UPPER  # these spill otherwise
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
+    gl.static_assert(STAGES < SLOTS, "turns would be told before those that are read")
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
@@ -415,10 +309,10 @@ def _dkdvdq_kernel(
     do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
     ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS, EARLY)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(left.index(i), count=CONSUMERS * WARPS)
+    left = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_full.index(1), count=1)
+    mbarrier.init(left, count=CONSUMERS * WARPS)
     turns = make_turns(sums_ptr + heads_total.to(gl.int64) * group * q_pad * HEAD_DIM)
     # No lower bound, no terms, all heads in one launch; KEEPS: ds is handed on.
     none = heads_total * 0
@@ -427,7 +321,7 @@ def _dkdvdq_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, False, HAS_TAIL, LONGEST, True, True, True,
         None, None, None, None, None, STEPS, False, False, False, False, AGAIN,
     )  # fmt: skip
-    barriers = (kv_full, left.index(0), left.index(1), q_ring, do_ring, ds_ring, turns)
+    barriers = (kv_full, left, q_ring, do_ring, ds_ring, turns)
     mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles) + barriers + (qk_scale2, sm_scale)
     copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles) + barriers + (sums_ptr,)
     gl.warp_specialize(
