@@ -207,7 +207,7 @@ def _dkdv_kernel(
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
-    AGAIN: gl.constexpr = HEAD_DIM == 128 and HEAD_DIM_V == 128 and HAS_UPPER  # these spill otherwise
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and HEAD_DIM_V == 128 and (HAS_UPPER or HAS_TAIL)  # these spill otherwise
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, CONSUMERS)
     q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)

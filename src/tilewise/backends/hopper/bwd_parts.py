@@ -178,17 +178,19 @@ def hidden(p, keys, own, m_block, key_row):
     eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    # Counted from what lies left of a thread's columns, and less the bound: columns are compared with numbers that are known
-    # beforehand for each register. Positions would fill registers from one tile to the next.
     left = keys.q_start + m_block * keys.BLOCK_M + (quad * 2)[None, None, :, None]
     column = eight[None, :, None, None] * 8 + pair[None, None, None, :]
-    key, end = (key_row + row)[:, None, None, None] - left, keys.seqlen_k - left
-    ok = allowed(column, key - keys.upper, end - keys.upper, 0, 0, keys.HAS_UPPER, False)
+    kv_pos = (key_row + row)[:, None, None, None]
     if keys.HAS_LOWER:
-        ok = ok & allowed(column, key + keys.lower, end + keys.lower, 0, 0, False, True)
+        ok = allowed(left + column, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, True)
+    else:
+        # Counted from what lies left of a thread's columns, and less the bound: columns are compared with numbers that are known
+        # beforehand for each register. Positions would fill registers from one tile to the next (with two bounds they do not).
+        shift = left + keys.upper
+        ok = allowed(column, kv_pos - shift, keys.seqlen_k - shift, 0, 0, keys.HAS_UPPER, False)
     if keys.LISTED:
         queries = left + column - keys.q_start
-        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, key + left, keys.seqlen_q, keys.seqlen_k)
+        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
 
