@@ -1,7 +1,7 @@
 """Compilers in processes of their own, each printing a line of JSON for a kernel.
 
-A module of tests says in ``COMMANDS`` what it wants compiled: ``{name: arguments of Python}``, what takes longest first. Those of all
-modules that were chosen wait in one line, and every core takes the next one.
+A module of tests says in ``COMMANDS`` what it wants compiled: ``{name: arguments of Python}``, what takes longest first. Those of
+all modules that were chosen wait in one line, and every core takes the next one.
 """
 
 import concurrent.futures

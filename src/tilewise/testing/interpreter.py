@@ -137,9 +137,11 @@ def _quicken_types(core: Any) -> None:
 
 def _quicken_operations(core: Any, semantic: Any) -> None:
     """Operands that already meet are taken as they are."""
-    dtype, tensor = core.dtype, core.tensor
+    scalar_type, tensor = core.dtype, core.tensor
+    numbers = frozenset((int, float, bool))
     met: dict[tuple[Any, ...], Any] = {}
-    divided_in_float32 = frozenset(dtype.FP_TYPES) - {"fp32", "fp64"}
+    constants: dict[tuple[Any, ...], Any] = {}
+    divided_in_float32 = frozenset(scalar_type.FP_TYPES) - {"fp32", "fp64"}
 
     def meeting(plain: Any) -> Any:
         def meet(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
@@ -152,15 +154,39 @@ def _quicken_operations(core: Any, semantic: Any) -> None:
 
     def checking(plain: Any) -> Any:
         def check(
-            self: Any, lhs: Any, rhs: Any, left: bool = False, right: bool = False, arithmetic: bool = True, divides: bool = False
+            self: Any,
+            lhs: Any,
+            rhs: Any,
+            allow_lhs_ptr: bool = False,
+            allow_rhs_ptr: bool = False,
+            arithmetic_check: bool = True,
+            div_or_mod: bool = False,
         ) -> Any:
-            if arithmetic and type(lhs) is tensor and type(rhs) is tensor:
-                a, b = lhs.dtype, rhs.dtype
-                if type(a) is dtype and a == b and not (divides and a.name in divided_in_float32):
-                    return self.broadcast_impl_value(lhs, rhs)
-            return plain(self, lhs, rhs, left, right, arithmetic, divides)
+            if arithmetic_check and type(lhs) is tensor and type(lhs.dtype) is scalar_type:
+                a = lhs.dtype
+                if type(rhs) is tensor:
+                    if a == rhs.dtype and not (div_or_mod and a.name in divided_in_float32):
+                        return self.broadcast_impl_value(lhs, rhs)
+                elif type(rhs) in numbers:
+                    common = self.computation_type_impl(a, False, self.to_tensor_type(rhs), True, div_or_mod)
+                    rhs = self._cast_to_computation_type(rhs, common)
+                    return self.broadcast_impl_value(self.cast(lhs, common), rhs)
+            return plain(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
         return check
+
+    def keeping(plain: Any) -> Any:
+        def constant(self: Any, value: Any, dtype: Any) -> Any:
+            if type(value) not in numbers or type(dtype) is not scalar_type:
+                return plain(self, value, dtype)
+            key = dtype.name, type(value), value or repr(value)  # zeros have signs
+            if key not in constants:
+                if len(constants) > 10_000:
+                    constants.clear()
+                constants[key] = plain(self, value, dtype)
+            return constants[key]
+
+        return constant
 
     def spread(self: Any, scalar: Any, block: Any) -> Any:
         kind = block.with_element_ty(scalar.dtype)
@@ -186,14 +212,15 @@ def _quicken_operations(core: Any, semantic: Any) -> None:
         return bring
 
     def casting(plain: Any) -> Any:
-        def cast(self: Any, value: Any, dtype: Any, fp_downcast_rounding: Any = None) -> Any:
-            return value if value.dtype is dtype else plain(self, value, dtype, fp_downcast_rounding)
+        def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+            return input if input.dtype is dst_ty else plain(self, input, dst_ty, fp_downcast_rounding)
 
         return cast
 
     _replace(semantic, "computation_type_impl", meeting)
     _replace(semantic, "binary_op_type_checking_impl", checking)
     _replace(semantic, "broadcast_impl_value", broadcasting)
+    _replace(semantic, "scalar_constant", keeping)
     _replace(semantic, "_cast_to_computation_type", bringing)
     _replace(semantic, "cast", casting)
 
@@ -202,23 +229,25 @@ def _quicken_builder(interpreter: Any, core: Any) -> None:
     """What numpy is called with, and what holds its results."""
     import numpy as np
 
-    dtype, builder, handle = core.dtype, interpreter.InterpreterBuilder, interpreter.TensorHandle
-    bits = {name: max(8, dtype(name).primitive_bitwidth) for name in (*dtype.SINT_TYPES, *dtype.UINT_TYPES, *dtype.FP_TYPES)}
+    scalar_type, builder, handle = core.dtype, interpreter.InterpreterBuilder, interpreter.TensorHandle
+    names = (*scalar_type.SINT_TYPES, *scalar_type.UINT_TYPES, *scalar_type.FP_TYPES)
+    bits = {name: max(8, scalar_type(name).primitive_bitwidth) for name in names}
     boolean = np.dtype(np.bool_)
 
     def holding(plain: Any) -> Any:
-        def hold(self: Any, data: Any, dtype_: Any, attr: Any = None) -> None:
-            if type(dtype_) is not dtype or data.itemsize * 8 > bits.get(dtype_.name, 0):
-                plain(self, data, dtype_, {} if attr is None else attr)
+        def hold(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+            attr = {} if attr is None else attr
+            if type(dtype) is not scalar_type or data.itemsize * 8 > bits.get(dtype.name, 0):
+                plain(self, data, dtype, attr)
             else:
-                self.data, self.dtype, self.attr = data, dtype_, {} if attr is None else attr
+                self.data, self.dtype, self.attr = data, dtype, attr
 
         return hold
 
     def operating(plain: Any) -> Any:
         def operate(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
             a, b, scalar = lhs.data, rhs.data, lhs.dtype.scalar
-            if (a.dtype is boolean and b.dtype is boolean) or type(scalar) is not dtype:
+            if (a.dtype is boolean and b.dtype is boolean) or type(scalar) is not scalar_type:
                 return plain(self, lhs, rhs, op)
             made = op(a, b)
             if made.itemsize * 8 > bits[scalar.name]:
