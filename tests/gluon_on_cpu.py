@@ -166,7 +166,7 @@ def _allocate(dtype, shape, layout, value=None):
     if dtype == torch.int64:
         return Barriers(shape[0])
     if dtype == torch.int32:
-        return Memory(torch.zeros(shape[0], 1, 1, 1, dtype=dtype), dtype)
+        return Memory(torch.zeros(shape[0], 1, 1, shape[1], dtype=dtype), dtype)
     return Memory(torch.full(_boxes(shape, layout), math.nan, dtype=dtype), dtype)
 
 
@@ -240,16 +240,20 @@ def _assembly(text, constraints="", args=(), result_types=(), is_pure=False):
         return args[0] * args[1][:, None]
     if text.startswith("//"):
         return None
+    if text == "mov.u32 $0, 0;":
+        return Number(0)
     if "try_wait" in text:
         return args[0].wait(args[1])
     if "atom.global" in text:
-        return _take(*args)
+        return _take(*args) if len(args) == 4 else _issue(*args)
+    if "st.shared" in text:
+        return _issue(None, *args[1:]) if "%ctaid.x" in text else _tell(*args)
     if "mbarrier.arrive" in text:
         return args[0].move(PARTITION.warps)
     if "%ctaid.x" in text:
         return Number(PROGRAM[0])
     if "ld.shared" in text:
-        return Number(args[0].boxes.item())
+        return Number(args[0].boxes.flatten()[int(text.split("+")[-1].strip(" ];")) // 4 if "+" in text else 0].item())
     raise NotImplementedError(text)
 
 
@@ -260,6 +264,21 @@ def _take(counter, last, ticket, issued):
     ticket.boxes.fill_(taken + GRID[0])
     issued.move(1)
     return Number(taken + GRID[0])
+
+
+def _issue(counter, ticket, issued):
+    """The next tile of keys for this program; without a counter its first."""
+    place = PROGRAM[0]
+    if counter is not None:
+        place = int(counter.numbers[counter.offset]) + GRID[0]
+        counter.numbers[counter.offset] += 1
+    ticket.boxes.fill_(place)
+    issued.move(1)
+
+
+def _tell(record, told, *words):
+    record.boxes.flatten()[: len(words)] = torch.tensor([int(word) for word in words], dtype=torch.int32)
+    told.move(1)
 
 
 def _fma(x, y, z):
@@ -407,7 +426,7 @@ TERMS = [  # not in the kernels whose tiles come in parts
 LIMITS = {"bfloat16": 8e-3, "float16": 1.2e-3}
 
 
-def errors(dims, shape, mask, dtype, config):
+def errors(dims, shape, mask, dtype, config, programs=3):
     """The relative error of each gradient that this way of making them (a ``BackwardConfig``) gives."""
     from tilewise.arch import ARCHS
     from tilewise.backends.hopper import bwd_launch
@@ -436,9 +455,11 @@ def errors(dims, shape, mask, dtype, config):
     made = {name: torch.full_like(t, math.nan) for name, t in (("dq", q), ("dk", k), ("dv", v))}
     inputs, numbers = (q, k, v, do), (lse2, minus_delta)
     if isinstance(config, AddingConfig):
-        sums = torch.zeros(rows[0] * rows[1] * dims[0])
+        sums = torch.zeros(rows[0] * rows[1] * dims[0] + 1)
+        few = dataclasses.replace(problem.arch, multiprocessors=programs)  # so that one works on several tiles
+        problem = dataclasses.replace(problem, arch=few)
         adding_plans(problem, config, False)[1].launch(k, v, q, do, *numbers, made["dk"], made["dv"], sums).run()
-        lanes = sums.view(*rows[:1], -1, dims[0] // 8, 4, 8, 4, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
+        lanes = sums[:-1].view(*rows[:1], -1, dims[0] // 8, 4, 8, 4, 2, 2).permute(0, 1, 3, 6, 4, 2, 5, 7)
         made["dq"] = lanes.reshape(batch, heads_q, rows[1], dims[0])[:, :, :queries] * problem.sm_scale
     elif config.kept is None:
         bwd_launch.launch_dkdv(problem, config.keys, *inputs, *numbers, made["dk"], made["dv"]).run()

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from test_hopper_backward import ROWS, KeysProgram, _draw
-from test_hopper_walk import WARPS
+from test_hopper_backward import ROWS, KeysProgram, Program, Slots, _draw
+from test_hopper_walk import WARPS, Barrier
 
 import tilewise as tw
 from tilewise.arch import Runtime
@@ -16,11 +16,40 @@ from tilewise.spec import Spec
 from tilewise.testing.large import adding
 
 CONFIGS = [(*place, config) for place, configs in ADDING.items() for config in configs]
+SLOTS = 8  # for what is written down of turns (``turns.py``)
 SMALL = AddingConfig(64, 128, 3, 2, 216, 72, False)  # more steps, so more that can go wrong
 
 
-class Adding(KeysProgram):
-    """``bwd_add.py``: consumers of 64 keys each, and an adder that feeds them as well."""
+class Records:
+    """What is written down of each turn in a few slots, with one barrier each: ``turns.py``."""
+
+    def __init__(self, slots):
+        self.slots, self.barriers, self.found = slots, [Barrier(1) for _ in range(slots)], [None] * slots
+
+    def write(self, turn, what):
+        self.found[turn % self.slots] = turn, what
+        self.barriers[turn % self.slots].arrive()
+
+    def arrived(self, turn):
+        yield lambda: self.barriers[turn % self.slots].done((turn // self.slots) & 1)
+
+    def read(self, turn):
+        """What there is to know of this turn: a tile of keys, or None."""
+        number, what = self.found[turn % self.slots]
+        if number != turn:
+            raise RuntimeError(f"the record of turn {turn} holds that of turn {number}")
+        return what
+
+
+class Adding(Program):
+    """``bwd_add.py``: consumers of 64 keys each, and an adder that feeds them as well, for one tile of keys after another."""
+
+    def __init__(self, problem, config, tiles, fault="", records=SLOTS):
+        super().__init__(problem, config, 0, fault)
+        self.turns, self.records = [KeysProgram(problem, config, tile) for tile in tiles], Records(records)
+        self.keys, self.values = Slots(1, 1, 1), Slots(1, 1, 1)
+        count = config.block_n // ROWS * WARPS
+        self.left = Barrier(count)
 
     def processes(self):
         consumers = self.config.block_n // ROWS
@@ -28,30 +57,53 @@ class Adding(KeysProgram):
         self.q = self.ring(self.config.stages, 1, consumers * WARPS)
         self.do = self.ring(self.config.stages, 1, consumers * WARPS)
         self.ds = self.ring(self.config.ds_slots, fills, WARPS, parts=consumers * WARPS)
-        self.tiles = [(member, m_block) for member in range(self.p.group) for m_block in range(self.lo, self.hi)]
-        return [*(self.adder(w) for w in range(WARPS)), *(self.warp(c, w) for c in range(consumers) for w in range(WARPS))]
+        # One warp of the adder in the place of all: they meet before each copy.
+        return [self.adder(), *(self.warp(c, w) for c in range(consumers) for w in range(WARPS))]
 
-    def fill(self, w, step):
-        """Warp 0 feeds; the others wait as it does, since the warpgroup meets before a copy."""
-        for ring in (self.do, self.q):
-            if w == 0:
-                yield from ring.fill(step, self.tiles[step], self.copies)
+    def steps(self, turn):
+        work = self.turns[turn]
+        return [(turn, member, m_block) for member in range(self.p.group) for m_block in range(work.lo, work.hi)]
 
-    def adder(self, w):
-        if w == 0:
-            self.resident(self.keys)
-            self.resident(self.values)
+    def tell(self, turn):
+        self.records.write(turn, turn if turn < len(self.turns) else None)
+
+    def feed(self, fed):
+        """The next tile of queries, if there is one; behind the last of a turn the next turn is told."""
+        if fed < len(self.every):
+            for ring in (self.do, self.q):
+                yield from ring.fill(fed, self.every[fed], self.copies)
+            turn = self.every[fed][0]
+            if self.every[fed] == self.steps(turn)[-1]:
+                self.tell(turn + 1)
+
+    def load(self, ring, turn):
+        ring.tags[0] = ["in flight"]
+        self.copies.append(lambda: (ring.tags.__setitem__(0, [turn]), ring.full[0].arrive()))
+
+    def adder(self):
+        self.every = [step for turn in range(len(self.turns)) for step in self.steps(turn)]
+        self.tell(0)
+        step = 0
         ahead = self.config.stages - 1
-        for fed in range(min(ahead, len(self.tiles))):
-            yield from self.fill(w, fed)
-        yield from self.keys.arrived(0)
-        for step, here in enumerate(self.tiles):
-            yield from self.ds.arrived(step)
-            if step + ahead < len(self.tiles):
-                yield from self.fill(w, step + ahead)
-            yield from self.ds.read(step, here)
-            self.ds.release(step)
-            self.attended.append(("adder", *here))
+        for turn in range(len(self.turns)):
+            self.load(self.keys, turn)
+            if self.fault != "loads values before they are left":
+                yield lambda turn=turn: self.left.done((turn & 1) ^ 1)
+            self.load(self.values, turn)
+            if turn == 0:
+                for fed in range(ahead):
+                    yield from self.feed(fed)
+            yield from self.keys.arrived(turn)
+            for here in self.steps(turn):
+                yield from self.ds.arrived(step)
+                yield from self.feed(step + ahead)
+                self.keys.check(0, turn)
+                yield from self.ds.read(step, here)
+                self.keys.check(0, turn)
+                for _ in range(WARPS):
+                    self.ds.release(step)
+                self.attended.append(("adder", *here))
+                step += 1
 
     def put(self, step, c, w, tag):
         if self.fault != "does not wait for the adder":
@@ -62,23 +114,33 @@ class Adding(KeysProgram):
         self.ds.full[slot].arrive()
 
     def warp(self, c, w):
-        step = 0
-        yield from self.keys.arrived(0)
-        yield from self.values.arrived(0)
-        own_lo, _, _, own_hi = self.own(c)
+        step, turn = 0, 0
+        yield from self.records.arrived(turn)
+        while self.records.read(turn) is not None:
+            step = yield from self.differentiate(turn, step, c, w)
+            turn += 1
+            yield from self.records.arrived(turn)
+
+    def differentiate(self, turn, step, c, w):
+        work = self.turns[turn]
+        yield from self.keys.arrived(turn)
+        yield from self.values.arrived(turn)
+        own_lo, _, _, own_hi = work.own(c)
         for member in range(self.p.group):
-            for m_block in range(self.lo, own_lo):
-                yield from self.pass_over(step, c, w, (member, m_block))
+            for m_block in range(work.lo, own_lo):
+                yield from self.pass_over(step, c, w, (turn, member, m_block))
                 step += 1
+            self.keys.check(0, turn)
             yield from self.q.arrived(step)
-            yield from self.q.read(step, (member, own_lo))
+            yield from self.q.read(step, (turn, member, own_lo))
             s = member, own_lo
             for m_block in range(own_lo, own_hi):
-                here = member, m_block
-                if s != here:
+                here = turn, member, m_block
+                if s != here[1:]:
                     raise RuntimeError(f"scores of {s} are taken for those of {here}")
                 self.q.check(step, here)  # lse2
                 yield from self.do.arrived(step)
+                self.values.check(0, turn)
                 yield from self.do.read(step, here)
                 self.do.release(step)
                 s = None  # made from a slot that may be being refilled
@@ -86,7 +148,8 @@ class Adding(KeysProgram):
                     yield from self.put(step, c, w, here)
                 if m_block + 1 < own_hi:
                     yield from self.q.arrived(step + 1)
-                    yield from self.q.read(step + 1, (member, m_block + 1))
+                    yield from self.q.read(step + 1, (turn, member, m_block + 1))
+                    self.keys.check(0, turn)
                     s = member, m_block + 1
                 if not self.config.early:
                     yield from self.put(step, c, w, here)
@@ -94,9 +157,15 @@ class Adding(KeysProgram):
                 self.q.release(step)
                 step += 1
                 self.attended.append((c, *here))
-            for m_block in range(own_hi, self.hi):
-                yield from self.pass_over(step, c, w, (member, m_block))
+            for m_block in range(own_hi, work.hi):
+                yield from self.pass_over(step, c, w, (turn, member, m_block))
                 step += 1
+        yield lambda: True  # dv and dk on their way
+        self.records.read(turn)
+        self.values.check(0, turn)
+        if self.fault != "never leaves the values":
+            self.left.arrive()
+        return step
 
     def pass_over(self, step, c, w, here):
         for ring in (self.q, self.do):
@@ -107,14 +176,17 @@ class Adding(KeysProgram):
         self.attended.append((c, *here))
 
     def expected(self):
-        return [(who, *tile) for who in ("adder", *range(self.config.block_n // ROWS)) for tile in self.tiles]
+        return [("adder", *tile) for tile in self.every] + [
+            (c, *tile) for c in range(self.config.block_n // ROWS) for tile in self.every for _ in range(WARPS)
+        ]
 
 
 def _launch(problem, config, rng, **options):
     problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, lower=None))
-    program = Adding(problem, config, rng.randrange(-(-problem.seqlen_k // config.block_n)), **options)
+    tiles = [rng.randrange(-(-problem.seqlen_k // config.block_n)) for _ in range(rng.choice([1, 2, 3, 7]))]
+    program = Adding(problem, config, tiles, **options)
     program.run(rng)
-    assert sorted(program.attended, key=str) == sorted(program.expected() * WARPS, key=str)
+    assert sorted(program.attended, key=str) == sorted(program.expected(), key=str)
 
 
 @pytest.mark.parametrize("head_dim, bounded, config", [*CONFIGS, (64, True, SMALL)], ids=lambda x: str(x).replace("Config", ""))
@@ -125,6 +197,7 @@ def test_every_tile_is_added_without_deadlock(head_dim, bounded, config):
 
 
 FAULTS = ["+", "-", "does not wait for the adder", "publishes for one consumer", "hands nothing over for what it does not see"]
+FAULTS += ["loads values before they are left", "never leaves the values"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -137,6 +210,22 @@ def test_the_model_can_fail(fault):
 
     with pytest.raises(RuntimeError, match=r"deadlock|holds|taken|phase"):
         launches()
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_as_many_records_as_slots_of_queries_are_too_few(stages):
+    """Where every turn has one step, a record would be overwritten that a consumer has yet to read."""
+    rng = random.Random(0)
+    short = Problem.parse("heads=1 seqlen=50x1000 head_dim=64 arch=sm_90", software=Runtime((3, 9)))
+    config = dataclasses.replace(SMALL, block_m=128, stages=stages)
+
+    def launches(records):
+        for _ in range(200):
+            _launch(short, config, rng, records=records)
+
+    launches(stages + 1)
+    with pytest.raises(RuntimeError, match="holds that of turn"):
+        launches(stages)
 
 
 def test_two_slots_are_too_few():
@@ -158,7 +247,8 @@ def test_every_config_is_legal(head_dim, bounded, config):
     problem = _problem(head_dim=head_dim)
     assert illegal(problem, config) is None
     assert "block_n" in illegal(problem, dataclasses.replace(config, block_n=96))
-    assert "shared memory" in illegal(problem, dataclasses.replace(config, stages=20))
+    assert "shared memory" in illegal(problem, dataclasses.replace(config, ds_slots=20))
+    assert "stages is 8" in illegal(problem, dataclasses.replace(config, stages=8))
     more = dataclasses.replace(config, ds_slots=config.ds_slots + 1)
     assert shared_memory(problem, more) - shared_memory(problem, config) == config.block_m * config.block_n * 2
 
@@ -266,8 +356,8 @@ def test_rows_are_read_and_sums_set_to_zero():
     lse2, minus_delta = torch.full((2, p.batch * p.heads_q, padded), float("nan"))
     sums = torch.full((p.batch * p.heads_q * padded * 64 + 8,), float("nan"))
     adding_plans(p, ADDING[64, False][0], True)[0].launch(o, do, dlse, lse, lse2, minus_delta, sums).run()
-    assert (sums[:-8] == 0).all()
-    assert sums[-8:].isnan().all()
+    assert (sums[:-7] == 0).all()  # and the counter behind them
+    assert sums[-7:].isnan().all()
     seen = ~lse.isneginf()
     delta = (o.double() * do.double()).sum(-1) - dlse
     inside = minus_delta.view(p.batch, p.heads_q, padded)

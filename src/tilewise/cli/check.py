@@ -63,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
         "--backend", action="append", metavar="NAME", help="check this backend only; may be given again (default: all that accept)"
     )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the inputs whose name contains TEXT: one that failed, say")
     parser.add_argument("--quick", action="store_true", help="two dtypes, small inputs, few random problems, nothing large")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default 0); a failure repeats with it")
     parser.add_argument(
@@ -247,11 +248,14 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
     if args.jobs < 1 or args.limit < 1:
         raise InvalidInput(f"--jobs is {args.jobs} and --limit is {args.limit}: expected 1 or more of each.")
-    build = partial(jobs, args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
+    every = partial(jobs, args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
+    build = partial(every, only=args.only)
     work = build()
     header = _header(device, args)
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
+    if not work and args.only and every():
+        raise InvalidInput(f"--only is {args.only!r}, which no input's name contains: expected a part of a name as the lines show it.")
     if not work:
         print("Nothing to check here:")
         for name, reason in _left_out(device, [], args.backend):

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
+_TURNS = 448  # for what a program writes down of the tiles of keys that it works on
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,12 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
     (192, True): (),
 }
 # Where the kernel that adds dq up in memory was faster with everything included: classes of the number of keys. An empty
-# class switches it off, whatever a call asks for. So it is at head_dim 128, where it is the fastest everywhere but on short causal
-# sequences, until ``tilewise check`` has held it against float64 on a GPU: ("short", "medium", "long"), and ("medium", "long").
+# class switches it off, whatever a call asks for.
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, False): ("short", "medium", "long"),
     (64, True): ("short", "medium", "long"),
-    (128, False): (),
-    (128, True): (),
+    (128, False): ("short", "medium", "long"),
+    (128, True): ("short", "medium", "long"),
 }
 
 
@@ -212,7 +212,8 @@ def shared_memory(problem: Problem, config: KeysConfig | QueriesConfig | KeptCon
     if isinstance(config, AddingConfig):
         streamed = config.stages * config.block_m * (2 * row + 8)
         handed = config.ds_slots * config.block_n * config.block_m * problem.itemsize
-        return 2 * config.block_n * row + streamed + handed + _BARRIERS
+        # Keys, values, and dk on its way to memory.
+        return 3 * config.block_n * row + streamed + handed + _TURNS + _BARRIERS
     if isinstance(config, KeptConfig):
         return config.stages * 64 * (config.block_m * problem.itemsize + row) + config.block_m * row + _BARRIERS
     streamed = config.stages * config.block_m * (row + row_v + 8) + ramp * config.block_m
@@ -226,8 +227,8 @@ def illegal(problem: Problem, config: KeysConfig | QueriesConfig | KeptConfig | 
     """Why this config may not run this problem; None if it may."""
     if isinstance(config, AddingConfig):
         blocks = {"block_m": (64, 128), "block_n": (128,)}
-        if config.stages < 3:
-            return f"stages is {config.stages}, expected at least 3: tiles are fed ahead of the adds"
+        if not 3 <= config.stages < 8:
+            return f"stages is {config.stages}, expected at least 3, as tiles are fed ahead of the adds, and fewer than 8"
     elif isinstance(config, KeysConfig):
         blocks = {"block_m": (64, 128), "block_n": (64, 128, 192)}
         if in_chunks(problem):

@@ -19,10 +19,11 @@ from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
 from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
-from .gauntlet import GAUNTLET, Entry, run_call
+from .gauntlet import GAUNTLET, Entry, laid_out, run_call
 from .gauntlet import entry as entry_of
 from .large import LARGE, adding, all_configs, busy, free_gib, keeping
 from .tangents import JVP_ENTRIES, run_jvp
+from .terms import draw_terms
 from .tolerance import Result
 
 __all__ = ["Job", "Row", "accepted", "check", "jobs", "random_problem"]
@@ -170,6 +171,42 @@ def _keeping_jobs(c: Capability, dtype: torch.dtype, entries: list[Entry], devic
     return out
 
 
+def _with_bias(build: Callable[[], Call], words: str, seed: int) -> Call:
+    """A call with a bias besides, in the dtype of q and with rows that a bulk copy can reach."""
+    call = build()
+    shape = (*call.q.shape[:2], call.k.shape[1], call.q.shape[2], call.k.shape[2])
+    spec = call.spec & draw_terms(words, shape, call.q.device, call.q.dtype, seed)
+    return laid_out(call.replace(spec=spec), ["bias"], "in_bulk")
+
+
+def _bias_jobs(
+    c: Capability, dims: tuple[int, ...], dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int
+) -> list[Job]:
+    """Named inputs and random ones of bounds alone once more with a bias, for a backend that takes it in bulk only."""
+    drawn: list[tuple[str, Callable[[torch.dtype], Callable[[], Call]]]] = []
+    for dim, entry in itertools.product(dims, GAUNTLET):
+        if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms):
+            at = entry.at_head_dims(dim, dim)
+            drawn.append((at.name, lambda dtype, at=at: partial(at.build, device, dtype, seed)))
+    rng = random.Random(seed + 2)
+    for _ in range(randoms):
+        shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in dims))
+        drawn.append((_random_name(shape, arguments), lambda dtype, s=shape, a=arguments: partial(random_call, s, device=device, dtype=dtype, **a)))
+    out = []
+    kinds = ("bias:1hqk", "bias:bhqk:-inf", "bias:b1qk", "bias:11qk:-inf", "bias:bhqk", "bias:1hqk:-inf")
+    for i, (name, of) in enumerate(drawn):
+        dtype, words = dtypes[i % len(dtypes)], kinds[i % len(kinds)]
+        work = partial(_run_fitting, partial(_with_bias, of(dtype), words, seed), c.backend, f"{name}, {words}")
+        out.append(Job(c.backend, _name(dtype), f"{name}, {words}", work))
+    return out
+
+
+def _random_name(shape: tuple[int, ...], arguments: dict[str, object]) -> str:
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
+    scale = "" if arguments["sm_scale"] is None else f" scale={arguments['sm_scale']}"
+    return f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}/{head_dim_v} {arguments['spec']}{scale}"
+
+
 def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int) -> list[Job]:
     """Named inputs and random ones without a lower bound, which that kernel does not know, once more in the other mode."""
     drawn: list[tuple[str, torch.dtype, Callable[[], Call]]] = []
@@ -185,9 +222,7 @@ def _adding_jobs(c: Capability, dtypes: list[torch.dtype], device: torch.device,
         spec = arguments["spec"]
         if isinstance(spec, Spec):
             arguments["spec"] = dataclasses.replace(spec, lower=None)
-        batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, _ = shape
-        name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim} {arguments['spec']}"
-        drawn.append((name, dtype, partial(random_call, shape, device=device, dtype=dtype, **arguments)))
+        drawn.append((_random_name(shape, arguments), dtype, partial(random_call, shape, device=device, dtype=dtype, **arguments)))
     return [
         Job(c.backend, _name(dtype), f"{name}, dq added up", partial(_run_adding, build, c.backend, f"{name}, dq added up"))
         for name, dtype, build in drawn
@@ -212,9 +247,7 @@ def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype
 
 def _random_job(c: Capability, dtype: torch.dtype, device: torch.device, rng: random.Random, small: bool) -> Job:
     shape, arguments = random_problem(rng, small, c.head_dims)
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
-    scale = "" if arguments["sm_scale"] is None else f" scale={arguments['sm_scale']}"
-    name = f"random {batch}x{heads_q}/{heads_kv} {seqlen_q}x{seqlen_k} D={head_dim}/{head_dim_v} {arguments['spec']}{scale}"
+    name = _random_name(shape, arguments)
     build = partial(random_call, shape, device=device, dtype=dtype, **arguments)
     return Job(c.backend, _name(dtype), name, partial(_run_fitting, build, c.backend, name))
 
@@ -231,8 +264,9 @@ def jobs(
     randoms: int | None = None,
     configs: bool = False,
     repeats: int | None = None,
+    only: str = "",
 ) -> list[Job]:
-    """The work of ``check`` as a list, in order; see there."""
+    """The work of ``check`` as a list, in order; see there. ``only``: that whose name contains this."""
     where = default_device() if device is None else torch.device(device)
     for name in backends or []:
         capability(name)
@@ -260,6 +294,8 @@ def jobs(
         if not c.always_deterministic:
             out += _adding_jobs(c, dtypes, where, seed, count)
             out += _keeping_jobs(c, dtypes[0], entries, where, seed)
+        if c.bulk_bias:
+            out += _bias_jobs(c, c.bulk_bias, dtypes, where, seed, count)
         small = interpreted or quick
         for case in CASES:
             for dtype in case.dtypes:
@@ -282,7 +318,7 @@ def jobs(
             if configs and c.backend == "triton":
                 work = partial(_every_config, c.backend, where)
                 out.append(Job(c.backend, "bfloat16", "case 23 every backward config", work))
-    return out
+    return [job for job in out if only in job.name]
 
 
 def _rejected(rejected: Rejected, backend: str, device: torch.device) -> list[Result]:

@@ -120,17 +120,25 @@ def _far_offset(t: torch.Tensor) -> torch.Tensor:
     return held.as_strided((batch, heads, seqlen, dim), strides).copy_(t)
 
 
+def _in_bulk(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous but for a few columns after each row, so that rows begin at multiples of 16 bytes."""
+    width = -(-t.shape[-1] // 8) * 8
+    return _holder(t[..., :1].numel() * width, t).view(*t.shape[:-1], width)[..., : t.shape[-1]].copy_(t)
+
+
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strided": _strided,
     "strided_last": _strided_last,
     "misaligned": _misaligned,
     "expanded": _expanded,
     "far_offset": _far_offset,
+    "in_bulk": _in_bulk,
 }
 
 
-def _laid_out(call: Call, places: list[str], layout: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-    """The call with these tensors, its own or the spec's, in another place."""
+def laid_out(call: Call, places: list[str], name: str) -> Call:
+    """The call with these tensors, its own or the spec's, in the layout of this name."""
+    layout = _LAYOUTS[name]
     own = {name: layout(getattr(call, name)) for name in places if hasattr(call, name)}
     named = {name: layout(getattr(call.spec.tensors, name)) for name in places if name not in own}
     tensors = call.spec.tensors._replace(**named)
@@ -187,7 +195,7 @@ class Entry:
         if self.values:
             _VALUES[self.values](call)
         if self.layout:
-            call = _laid_out(call, self.places.split(), _LAYOUTS[self.layout])
+            call = laid_out(call, self.places.split(), self.layout)
         return call if self.loss != "lse" else call.replace(do=None)
 
 

@@ -206,7 +206,7 @@ def _dkdv_bias_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, heads_total, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, False,
-        None, None, None, None, None, (), False, False, False, False,
+        None, None, None, None, None, (), False, False, False, False, False,
     )  # fmt: skip
     mine = (keys, bias, sums, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, sm_scale)
     copies = (keys, bias, sums, k_desc, v_desc, q_desc, do_desc, bias_desc, rows_desc, sums_desc, delta_desc, k_tiles, v_tiles)

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .bwd_parts import LENGTHS, Keys, feed_all, hidden, packed, product_with, rows_of, scores, times, weights
-from .chunks import accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
+from .chunks import Rows, accumulator, inner, make_part_ring, make_tiles, operand, outer, pass_over, settled, zeros_like
 from .ds_tiles import KeptDs, make_ds_slots, store_all
 from .parts import ROWS, WARPS, for_workers, wait
 from .terms import make_ramp
@@ -35,7 +35,7 @@ def _step(
 ):  # fmt: skip
     """One tile of queries, whose scores are in ``s``. Issues the scores of the tile after it, if there is one (``more``)."""
     S_LAYOUT: gl.constexpr = s.type.layout
-    DTYPE: gl.constexpr = k[0].dtype
+    DTYPE: gl.constexpr = v[0].dtype
     q = q_ring.parts(step)
     p, slope, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, MASKED)
     p16, words = packed(p, DTYPE)
@@ -56,7 +56,7 @@ def _step(
         ds_operand = operand(ds, dk)
         dk = outer(ds_operand, q, dk)
     if keys.NEED_DV:
-        p_operand, dv = settled(len(k) if keys.NEED_DK else 0, p_operand, dv)
+        p_operand, dv = settled(len(v) if keys.NEED_DK else 0, p_operand, dv)
     do_ring.release(step)
     # The last one works on a slot that is being refilled, and nobody reads its scores.
     if more:
@@ -66,7 +66,7 @@ def _step(
         if not kept.EARLY:
             kept.put(step, ds, m_block)
     if keys.NEED_DK:
-        ds_operand, dk = settled(len(k), ds_operand, dk)
+        ds_operand, dk = settled(len(v), ds_operand, dk)
     q_ring.release(step)
     s = warpgroup_mma_wait(0, deps=(s_next,))
     return s, dk, dv, step + 1
@@ -142,9 +142,9 @@ def _consumer(
     if not keys.LISTED:
         lo, hi = keys.tiles(start_n)
         own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
-    k = k_tiles.parts(C)
+    k = Rows(k_tiles.wide, C * ROWS) if keys.AGAIN else k_tiles.parts(C)
     v = v_tiles.parts(C)
-    dk = zeros_like(k)
+    dk = zeros_like(k_tiles.parts(C))
     dv = zeros_like(v)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     step = 0
@@ -164,7 +164,7 @@ def _consumer(
         own = keys.head(batch, head_kv * keys.group + member, tiles, qk_scale2, S_LAYOUT)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, ramp),))
-        if len(k) > 1:
+        if len(dk) > 1:
             s, dk, dv, step = _crowded_steps(
                 own_lo, free_lo, free_hi, own_hi, s, dk, dv, step, keys, own, ramp, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, kept,
@@ -207,6 +207,7 @@ def _dkdv_kernel(
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and HEAD_DIM_V == 128 and HAS_UPPER  # these spill otherwise
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, CONSUMERS)
     q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
@@ -217,7 +218,7 @@ def _dkdv_kernel(
     keys = Keys(
         n_blocks, heads_total, heads_together, head_first, heads_kv, group, q_pad, seqlen_k, q_start, upper, lower,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, HAS_LOWER, HAS_TAIL, LONGEST, NEED_DK, NEED_DV, KEEPS,
-        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST,
+        seqlen_q, terms, table_batch, table_head, table_width, STEPS, CAPPED, RAMP, LISTED, FAST, AGAIN,
     )  # fmt: skip
     if KEEPS:
         ds_slots = make_ds_slots(k_desc.dtype, BLOCK_M, CONSUMERS)

@@ -13,9 +13,14 @@ A consumer whose keys a tile of queries does not see hands over zeros, so that t
 The adder feeds as well: the next tile is copied in before the adds of a step, into the slot that the step before has left. With
 fewer than three slots the consumers would wait for a tile that is fed after the ds that they have yet to hand on.
 
+A program works on one tile of keys after another (``turns.py``), and its queries are fed across the border: the first of the next
+keys while the last adds of these are made. The steps of the rings go on; the other barriers have a phase for each turn.
+
 Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps, beyond those of ``bwd.py``:
-    ds      full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
-    left    C * W, once: the consumers are done with the tiles of queries
+    keys, values  full: 1 (bytes), each turn
+    ds            full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
+    left          C * W: the consumers' dv and dk have left shared memory, dv by the place of the values
+The keys of a turn are in nobody's way: when the adder has made its last product with them, the consumers have long made theirs.
 """
 
 from triton.experimental import gluon
@@ -24,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .bwd import _steps
 from .bwd_parts import Keys, publish, scores
-from .chunks import accumulator, make_part_ring, pass_over, zeros_like
+from .chunks import Rows, accumulator, make_part_ring, pass_over, zeros_like
 from .ds_tiles import BLOCKS_OF_TWO, put
 from .parts import ROWS, WARPS, arrive_warp, wait
+from .turns import SLOTS, make_turns
 
 WIDTH = gl.constexpr(64)  # columns that the adder makes at a time
 
@@ -89,25 +95,34 @@ def make_ds_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def _consumer(
-    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale
-):
+def _write(tile, acc, scale, desc, batch, head, row):
+    """Start the copy of ``acc * scale`` to memory, through a tile [ROWS, HEAD_DIM] that nobody reads any more."""
+    tile.store((acc * scale).to(desc.dtype))
+    fence_async_shared()
+    tma.async_store(desc, [batch, head, row, 0], tile.reshape([1, 1, ROWS, tile.type.shape[1]]))
+
+
+@gluon.jit
+def _differentiate(
+    turn, step, C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring,
+    ds_ring, turns, qk_scale2, sm_scale,
+):  # fmt: skip
+    """Consumer ``C``: dk and dv of its ROWS keys of this turn's tile. Returns the ring step after it."""
     S_LAYOUT: gl.constexpr = accumulator(keys.BLOCK_M)
-    batch, head_kv, start_n = keys.place()
+    batch, head_kv, start_n = turns.place(turn)
     key_row = start_n + C * ROWS
-    lo, hi = keys.tiles(start_n)
-    own_lo, free_lo, free_hi, own_hi = keys.own(key_row, lo, hi)
-    k = (k_tiles.slice(C * ROWS, ROWS, dim=0),)
-    v = (v_tiles.slice(C * ROWS, ROWS, dim=0),)
+    k = Rows(k_tiles, C * ROWS) if keys.AGAIN else (k_tiles.index(0).slice(C * ROWS, ROWS, dim=0),)
+    v = (v_tiles.index(C),)
     handed = Handed(ds_ring, C, ds_ring.EARLY)
-    dk = zeros_like(k)
+    dk = zeros_like(v)
     dv = zeros_like(v)
     zeros = gl.zeros([ROWS, keys.BLOCK_M], gl.float32, S_LAYOUT)
     own = keys.head(batch, head_kv, None, qk_scale2, S_LAYOUT)
-    step = 0
-    wait(kv_full.index(0), 0)
-    wait(kv_full.index(1), 0)
+    wait(kv_full.index(0), turn & 1)
+    wait(kv_full.index(1), turn & 1)
     for _ in range(keys.group):
+        lo, hi = turns.tiles(turn)
+        own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(own_lo - lo, step, q_ring, do_ring, keys.BLOCK_M)
         q_ring.arrived(step)
         s = warpgroup_mma_wait(0, deps=(scores(k, q_ring.parts(step), zeros, keys, own, left),))
@@ -125,15 +140,32 @@ def _consumer(
                 free_hi, own_hi, own_hi, s, dk, dv, step, keys, own, left, k, v, q_ring, do_ring, zeros, key_row,
                 qk_scale2, handed, True,
             )  # fmt: skip
+        lo, hi = turns.tiles(turn)
+        own_lo, free_lo, free_hi, own_hi = turns.own(turn, C)
         step = handed.pass_over(hi - own_hi, step, q_ring, do_ring, keys.BLOCK_M)
-    # The adder still reads the keys, so dk and dv leave through slots of queries and gradients.
-    arrive_warp(left)
-    wait(left, 0)
-    # Worked out again rather than kept in registers.
-    batch, head_kv, start_n = keys.place()
-    do_ring.tiles.write(dv, 1.0, dv_desc, batch, head_kv, start_n + C * ROWS, C)
-    q_ring.tiles.write(dk, sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS, C)
+    batch, head_kv, start_n = turns.place(turn)
+    _write(v[0], dv[0], 1.0, dv_desc, batch, head_kv, start_n + C * ROWS)
+    _write(dk_tiles.index(C), dk[0], sm_scale, dk_desc, batch, head_kv, start_n + C * ROWS)
     tma.store_wait(0)
+    arrive_warp(left)
+    return step
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring, ds_ring, turns,
+    qk_scale2, sm_scale,
+):  # fmt: skip
+    step = 0
+    turn = 0
+    turns.arrived(turn)
+    while turns.ask(turn, 3) < turns.ask(turn, 4):
+        step = _differentiate(
+            turn, step, C, keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles, kv_full, left, q_ring, do_ring,
+            ds_ring, turns, qk_scale2, sm_scale,
+        )  # fmt: skip
+        turn += 1
+        turns.arrived(turn)
 
 
 @gluon.constexpr_function
@@ -149,7 +181,7 @@ def _add_text(outputs, inputs):
 
 
 @gluon.jit
-def _add_tile(tile, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr):
+def _add_tile(tile, slot, keys, k_tiles, kv_full, turn, ds_ring, sums_ptr):
     """Add ds k of a tile of queries, whose number is counted over all heads, to the sums: ROWS by WIDTH at a time.
 
     All keys of the program in one product: each wait of the adder for the matrix units is behind the products of the consumers.
@@ -161,69 +193,96 @@ def _add_tile(tile, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr):
         zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         ds = ds_ring.tiles.index(slot * (keys.BLOCK_M // ROWS) + i // PARTS)
         ds = ds.reinterpret(ds.dtype, [keys.BLOCK_N, ROWS], BLOCKS_OF_TWO)
-        k = k_tiles.slice((i % PARTS) * WIDTH, WIDTH, dim=1)
+        k = k_tiles.index(0).slice((i % PARTS) * WIDTH, WIDTH, dim=1)
         x = warpgroup_mma(ds.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=(x,))
         if i + 1 == SLICES:
             arrive_warp(ds_ring.empty.index(slot))
         gl.inline_asm(_add_text, ("f", "l"), [x, sums_ptr + (tile * SLICES + i).to(gl.int64) * (ROWS * WIDTH)])
         # Complete long ago: a place that the next product cannot be moved above, or two accumulators would be alive.
-        wait(kv_full.index(0), 0)
+        wait(kv_full.index(0), turn & 1)
 
 
 @gluon.jit
-def _first_tile(desc, batch, head, row, tile, full):
-    mbarrier.expect(full, desc.block_type.nbytes)
+def _load(desc, batch, head, row, tile, full):
     tma.async_load(desc, [batch, head, row, 0], full, tile.reshape([1, 1, tile.type.shape[0], tile.type.shape[1]]))
 
 
 @gluon.jit
-def _feed_both(fed, head, m_block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
-    do_ring.fill(do_desc, batch, head, m_block * keys.BLOCK_M, fed, delta_desc, keys.rows_head(batch, head))
-    q_ring.fill(q_desc, batch, head, m_block * keys.BLOCK_M, fed, lse2_desc, keys.rows_head(batch, head))
+def _first_of(keys, turns, turn):
+    """``(batch, head, lo, hi, ahead)`` of this turn: the first query head, the tiles of queries of each, and how many there are in
+    all: none, if there is no such turn."""
+    turns.tell(turn, keys)
+    turns.arrived(turn)
+    lo, hi = turns.tiles(turn)
+    return turns.ask(turn, 0), turns.ask(turn, 1) * keys.group, lo, hi, (hi - lo) * keys.group
+
+
+@gluon.jit
+def _feed(fed, turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring):
+    """Copy the next tile of queries in, if there is one, and go on behind it: to the next head, or to the next turn."""
+    if ahead > 0:
+        do_ring.fill(do_desc, batch, head, block * keys.BLOCK_M, fed, delta_desc, keys.rows_head(batch, head))
+        q_ring.fill(q_desc, batch, head, block * keys.BLOCK_M, fed, lse2_desc, keys.rows_head(batch, head))
+        fed += 1
+        block += 1
+        ahead -= 1
+        if block == hi:
+            block = lo
+            head += 1
+        if ahead == 0:
+            turn += 1
+            batch, head, lo, hi, ahead = _first_of(keys, turns, turn)
+            block = lo
+    return fed, turn, batch, head, block, lo, hi, ahead
 
 
 @gluon.jit
 def _adder(
-    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, sums_ptr
-):
+    keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, left, q_ring, do_ring, ds_ring,
+    turns, sums_ptr,
+):  # fmt: skip
     """Copies tiles in, one fewer ahead than there are slots, and adds ds k of each tile to memory."""
-    batch, head_kv, start_n = keys.place()
-    lo, hi = keys.tiles(start_n)
-    total = (hi - lo) * keys.group
-    _first_tile(k_desc, batch, head_kv, start_n, k_tiles, kv_full.index(0))
-    _first_tile(v_desc, batch, head_kv, start_n, v_tiles, kv_full.index(1))
-    fed = 0
-    head = head_kv * keys.group
-    block = lo
-    for _ in range(min(q_ring.SLOTS - 1, total)):
-        _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
-        fed += 1
-        block += 1
-        if block == hi:
-            block = lo
-            head += 1
-    wait(kv_full.index(0), 0)
-    # The tile of queries whose dq is added to, and its number, counted over all heads.
-    added = lo
     tiles = keys.q_pad // keys.BLOCK_M
-    number = (batch * keys.heads_kv + head_kv) * keys.group * tiles + lo
-    for step in range(total):
-        slot = ds_ring.take(step)
-        fence_async_shared()
-        if fed < total:
-            _feed_both(fed, head, block, keys, batch, q_desc, do_desc, lse2_desc, delta_desc, q_ring, do_ring)
-            fed += 1
-            block += 1
-            if block == hi:
-                block = lo
-                head += 1
-        _add_tile(number, slot, keys, k_tiles, kv_full, ds_ring, sums_ptr)
-        number += 1
-        added += 1
-        if added == hi:
-            added = lo
-            number += tiles - (hi - lo)
+    turns.begin()
+    turn = 0
+    step = 0
+    fed = 0
+    fed_turn = 0
+    batch, head, lo, hi, ahead = _first_of(keys, turns, 0)
+    block = lo
+    own_lo, own_hi = turns.tiles(0)
+    while own_lo < own_hi:
+        own_batch, head_kv, start_n = turns.place(turn)
+        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
+        _load(k_desc, own_batch, head_kv, start_n, k_tiles.index(0), kv_full.index(0))
+        wait(left, (turn & 1) ^ 1)  # granted at once the first time
+        mbarrier.expect(kv_full.index(1), keys.BLOCK_N // ROWS * v_desc.block_type.nbytes)
+        for c in gl.static_range(keys.BLOCK_N // ROWS):
+            _load(v_desc, own_batch, head_kv, start_n + c * ROWS, v_tiles.index(c), kv_full.index(1))
+        if turn == 0:
+            for _ in range(q_ring.SLOTS - 1):
+                fed, fed_turn, batch, head, block, lo, hi, ahead = _feed(
+                    fed, fed_turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
+                    do_ring,
+                )  # fmt: skip
+        wait(kv_full.index(0), turn & 1)
+        # The tile of queries whose dq is added to, counted over all heads.
+        number = (own_batch * keys.heads_kv + head_kv) * keys.group * tiles + own_lo
+        for _ in range(keys.group):
+            for _ in range(own_lo, own_hi):
+                slot = ds_ring.take(step)
+                fence_async_shared()
+                fed, fed_turn, batch, head, block, lo, hi, ahead = _feed(
+                    fed, fed_turn, batch, head, block, lo, hi, ahead, keys, turns, q_desc, do_desc, lse2_desc, delta_desc, q_ring,
+                    do_ring,
+                )  # fmt: skip
+                _add_tile(number, slot, keys, k_tiles, kv_full, turn, ds_ring, sums_ptr)
+                number += 1
+                step += 1
+            number += tiles - (own_hi - own_lo)
+        turn += 1
+        own_lo, own_hi = turns.tiles(turn)
     # Two partitions that end alike would be merged, and the register counts of both be lost.
     gl.inline_asm("// the adder ends", "~{memory}")
 
@@ -238,11 +297,14 @@ def _dkdvdq_kernel(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and HAS_UPPER  # these spill otherwise
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
+    gl.static_assert(STAGES < SLOTS, "turns would be told before those that are read")
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
-    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, HEAD_DIM], K_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_N, HEAD_DIM], K_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
+    dk_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, ROWS, HEAD_DIM], K_LAYOUT)
     q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
     do_ring = make_part_ring(do_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)
     ds_ring = make_ds_ring(k_desc.dtype, BLOCK_M, BLOCK_N, DS_SLOTS, EARLY)
@@ -251,17 +313,19 @@ def _dkdvdq_kernel(
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_full.index(1), count=1)
     mbarrier.init(left, count=CONSUMERS * WARPS)
+    turns = make_turns(sums_ptr + heads_total.to(gl.int64) * group * q_pad * HEAD_DIM)
     # No lower bound, no terms, all heads in one launch; KEEPS: ds is handed on.
     none = heads_total * 0
     keys = Keys(
         n_blocks, heads_total, heads_together, none, heads_kv, group, q_pad, seqlen_k, q_start, upper, none,
         BLOCK_M, BLOCK_N, HEAD_DIM, HAS_UPPER, False, HAS_TAIL, LONGEST, True, True, True,
-        None, None, None, None, None, STEPS, False, False, False, False,
+        None, None, None, None, None, STEPS, False, False, False, False, AGAIN,
     )  # fmt: skip
-    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring, ds_ring, left, qk_scale2, sm_scale)
-    copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles, kv_full, q_ring, do_ring)
+    barriers = (kv_full, left, q_ring, do_ring, ds_ring, turns)
+    mine = (keys, dk_desc, dv_desc, k_tiles, v_tiles, dk_tiles) + barriers + (qk_scale2, sm_scale)
+    copies = (keys, k_desc, v_desc, q_desc, do_desc, lse2_desc, delta_desc, k_tiles, v_tiles) + barriers + (sums_ptr,)
     gl.warp_specialize(
-        [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_adder, copies + (ds_ring, sums_ptr))],
+        [(_consumer, (0,) + mine), (_consumer, (1,) + mine), (_adder, copies)],
         [WARPS, WARPS],
         [CONSUMER_REGISTERS, ADDER_REGISTERS],
     )

@@ -30,7 +30,7 @@ def _gradients(problem: Problem, config: AddingConfig) -> Plan:
     n_blocks = -(-p.seqlen_k // config.block_n)
     heads = p.batch * p.heads_kv
     upper, _, has_upper, _ = p.bounds
-    streamed = padded_rows(p) * 2 * p.head_dim * p.itemsize * p.group
+    streamed = padded_rows(p) * p.head_dim * (2 * p.itemsize + 4) * p.group  # queries, their gradients, and the sums of dq
     numbers = (
         *(p.sm_scale * LOG2_E, p.sm_scale, p.heads_kv, p.group, padded_rows(p), p.seqlen_k, p.q_start, upper),
         *(n_blocks, heads, together(heads, 1, streamed)),
@@ -53,8 +53,8 @@ def _gradients(problem: Problem, config: AddingConfig) -> Plan:
     }
     resident, streamed, rows = (1, 1, config.block_n, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
     output = (1, 1, 64, p.head_dim)
-    blocks = (resident, resident, streamed, streamed, rows, rows, output, output)
-    return plan(bwd_add._dkdvdq_kernel, n_blocks * heads, blocks, numbers, options)
+    blocks = (resident, output, streamed, streamed, rows, rows, output, output)
+    return plan(bwd_add._dkdvdq_kernel, min(n_blocks * heads, p.arch.multiprocessors), blocks, numbers, options)
 
 
 def _gather(problem: Problem) -> Plan:
@@ -90,7 +90,7 @@ def backward_adding(
     rows, gradients, gather = adding_plans(p, config, dlse is not None)
     n = p.batch * p.heads_q * padded_rows(p)
     lse2, minus_delta = torch.empty((2, p.batch * p.heads_q, padded_rows(p)), dtype=torch.float32, device=q.device)
-    sums = torch.empty(n * p.head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(n * p.head_dim + 1, dtype=torch.float32, device=q.device)
     rows.run(o, do, lse if dlse is None else dlse.contiguous(), lse, lse2, minus_delta, sums)
     gradients.run(k, v, q, do, lse2, minus_delta, dk, dv, sums)
     gather.run(dq, sums)

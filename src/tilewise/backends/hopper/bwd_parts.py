@@ -68,11 +68,17 @@ class Keys:
     RAMP: gl.constexpr
     LISTED: gl.constexpr  # a list for each query head says which tiles of queries the keys of a program visit
     FAST: gl.constexpr  # ``terms.capped_with_slope``
+    AGAIN: gl.constexpr  # the keys of a consumer are ``Rows``, not a tuple of parts
 
     @gluon.jit
     def place(self):
         """``(batch, head_kv, first key)`` of this program."""
-        head_index, n_block = order(program(), self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
+        return self.place_of(program())
+
+    @gluon.jit
+    def place_of(self, index):
+        """The same of a place in the order of work."""
+        head_index, n_block = order(index, self.n_blocks, self.heads_total, self.heads_together, self.LONGEST)
         head_index += self.head_first
         batch = head_index // self.heads_kv
         return batch, head_index - batch * self.heads_kv, n_block * self.BLOCK_N
@@ -138,6 +144,8 @@ def rows_of(ring, step, S_LAYOUT: gl.constexpr):
 @gluon.jit
 def scores(k, q, zeros, keys, own, ramp):
     """Issue k q^T, [ROWS, BLOCK_M], without waiting for it."""
+    if keys.AGAIN:
+        k = k.parts()
     s = inner(k, q, zeros, True)
     if keys.RAMP:
         s = warpgroup_mma(own.steep, ramp.permute((1, 0)), s, is_async=True)
@@ -170,13 +178,17 @@ def hidden(p, keys, own, m_block, key_row):
     eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    kv_pos = (key_row + row)[:, None, None, None]
-    q_pos = (keys.q_start + m_block * keys.BLOCK_M + quad * 2)[None, None, :, None]
-    q_pos = q_pos + eight[None, :, None, None] * 8 + pair[None, None, None, :]
-    ok = allowed(q_pos, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, keys.HAS_LOWER)
+    # Counted from what lies left of a thread's columns, and less the bound: columns are compared with numbers that are known
+    # beforehand for each register. Positions would fill registers from one tile to the next.
+    left = keys.q_start + m_block * keys.BLOCK_M + (quad * 2)[None, None, :, None]
+    column = eight[None, :, None, None] * 8 + pair[None, None, None, :]
+    key, end = (key_row + row)[:, None, None, None] - left, keys.seqlen_k - left
+    ok = allowed(column, key - keys.upper, end - keys.upper, 0, 0, keys.HAS_UPPER, False)
+    if keys.HAS_LOWER:
+        ok = ok & allowed(column, key + keys.lower, end + keys.lower, 0, 0, False, True)
     if keys.LISTED:
-        queries = q_pos - keys.q_start
-        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
+        queries = left + column - keys.q_start
+        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, key + left, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
 

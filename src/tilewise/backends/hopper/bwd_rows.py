@@ -59,7 +59,9 @@ def _zeroing_rows_kernel(
     o_ptr, do_ptr, dlse_ptr, lse_ptr, lse2_ptr, delta_ptr, sums_ptr, o_strides, do_strides, heads_q, seqlen_q, q_pad, m_blocks,
     HAS_DLSE: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The same, and the sums of dq are set to 0."""
+    """The same, and the sums of dq are set to 0, and the counter behind them."""
+    if tl.program_id(0) == 0:
+        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * (BLOCK_M * HEAD_DIM), 0.0)
     offs = tl.arange(0, BLOCK_M * HEAD_DIM)
     tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * HEAD_DIM) + offs, tl.zeros([BLOCK_M * HEAD_DIM], tl.float32))
     _rows_kernel(

@@ -87,6 +87,21 @@ class Tiles:
             tma.async_store(desc, [batch, head, row, c * self.COLUMNS], box)
 
 
+@gluon.aggregate
+class Rows:
+    """ROWS of a tile in one part that stays. Each product finds them again: addresses, once known, would be kept in registers."""
+
+    tiles: gl.shared_memory_descriptor  # [tiles, rows, columns]
+    START: gl.constexpr  # of the rows of all tiles
+
+    @gluon.jit
+    def parts(self):
+        """A tuple of one: the rows."""
+        A_TILE: gl.constexpr = self.tiles.type.shape[1]
+        opaque = gl.inline_asm("mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32)
+        return (self.tiles.index(opaque + self.START // A_TILE).slice(self.START % A_TILE, ROWS, dim=0),)
+
+
 @gluon.jit
 def make_tiles(desc, SIZE: gl.constexpr, ROWS_A_TILE: gl.constexpr, PLACES: gl.constexpr):
     """PLACES for tiles of SIZE columns, which come through this descriptor."""
