@@ -6,7 +6,9 @@ from compiling import EVERY
 pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
 
 from tilewise.arch import ARCHS
-from tilewise.testing.compile_hopper_terms import TERMS
+from tilewise.configs.hopper import lookup
+from tilewise.configs.hopper_backward import lookup_dkdv, lookup_dq
+from tilewise.testing.compile_hopper_terms import TERMS, problems
 
 # (instructions of the longest main loop, with what free tiles branch around, bytes of spills, accesses to spilled registers in the
 # loop) that Triton 3.9.0 made, by kernel and head_dim and the name of the terms.
@@ -51,11 +53,11 @@ BUDGETS: dict[tuple[str, int], dict[str, tuple[int, int, int]]] = {
 SLACK = 1.03
 SPILL_SLACK = 1.1
 # What is compiled here: every kernel takes seconds. ``python -m tilewise.testing.compile_hopper_terms`` reports on all, and the
-# budgets have them. Every term is compiled at head_dim 128. At 64 those whose calls get configs of their own (SPACIOUS, RAMPS and
-# SMALL_TILES of the backward kernels, LISTED of the forward one); at 256 is another kernel for dk and dv.
-CHOSEN = {64: ("softcap", "alibi", "segment"), 128: tuple(TERMS), 256: ("alibi", "segment")}
+# budgets have them. Every term is compiled at head_dim 128; at 64 and 256, where is another kernel for dk and dv, as many as have
+# all configs that calls with terms get.
+CHOSEN = {64: ("softcap", "both_sides", "segment"), 128: tuple(TERMS), 256: ("sink", "alibi", "segment")}
 if not EVERY:
-    CHOSEN[256] = ("segment",)
+    CHOSEN[256] = ("sink", "segment")
 PARTS = [(128, CHOSEN[128][:4]), (128, CHOSEN[128][4:]), (64, CHOSEN[64]), (256, CHOSEN[256])]
 MODULE = "tilewise.testing.compile_hopper_terms"
 COMMANDS = {(dim, names): ("-m", MODULE, str(dim), "--terms", ",".join(names)) for dim, names in PARTS}
@@ -96,3 +98,14 @@ def test_a_kernel_beyond_its_budget_is_caught(reports):
     assert complaints({**report, "loop": 2 * report["loop"]})
     assert complaints({**report, "loop_spills": 100})
     assert complaints({**report, "serialized": True})
+
+
+def test_no_config_of_a_call_with_terms_is_left_out():
+    wanted, found = set(), set()
+    for name, problem in problems([(dim, dim) for dim in CHOSEN]):
+        kernels = {("fwd", problem.head_dim, lookup(problem))}
+        if name != "sink":
+            kernels |= {(kernel.__name__, problem.head_dim, kernel(problem)) for kernel in (lookup_dkdv, lookup_dq)}
+        wanted |= kernels
+        found |= kernels if name in CHOSEN[problem.head_dim] else set()
+    assert found == wanted
