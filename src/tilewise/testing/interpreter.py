@@ -316,7 +316,10 @@ def _quicken_builder(interpreter: Any, core: Any) -> None:
 
 
 def quicken() -> bool:
-    """Do so in this process from now on. False where there is no Triton, none that interprets, or one that works otherwise."""
+    """Do so in this process from now on, as far as this version of Triton works as the last one that was read (3.9).
+
+    False where there is no Triton, none that interprets, or one that works otherwise in all.
+    """
     try:
         import triton
         from triton.language import core
@@ -328,9 +331,12 @@ def quicken() -> bool:
         return False
     if _replaced:
         return True
+    if not all(hasattr(interpreter, name) for name in ("_LangPatchScope", "_patch_lang", "_get_np_dtype")):
+        return False
+    _replace(interpreter, "_patch_lang", lambda plain: _Once(plain, (interpreter.tl, interpreter.tl.core)))
+    _replace(interpreter, "_get_np_dtype", _Kept)
+    for_every_version = len(_replaced)
     try:
-        _replace(interpreter, "_patch_lang", lambda plain: _Once(plain, (interpreter.tl, interpreter.tl.core)))
-        _replace(interpreter, "_get_np_dtype", _Kept)
         _quicken_types(core)
         _quicken_operations(core, TritonSemantic)
         _quicken_builder(interpreter, core)
@@ -339,8 +345,7 @@ def quicken() -> bool:
             # device_assert does nothing then, so no overflow would be seen.
             _replaced.append((options, "sanitize_overflow", options.sanitize_overflow, False))
     except (AttributeError, KeyError):
-        _replaced.clear()
-        return False
+        del _replaced[for_every_version:]
     _put(1)
     return True
 
