@@ -278,8 +278,8 @@ def _quicken_builder(interpreter: Any, core: Any) -> None:
     def pointing(plain: Any) -> Any:
         def point(self: Any, offsets: Any) -> Any:
             itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
-            assert len(offsets) == self.ndim
-            assert (offsets[-1].data * itemsize) % 16 == 0, "block offset start must be 16-byte aligned"
+            if len(offsets) != self.ndim or (offsets[-1].data * itemsize) % 16:
+                return plain(self, offsets)  # it says what is wrong
             ones = (1,) * self.ndim
             pointers, inside = self.base.data.reshape(ones), np.ones(ones, bool)
             # Each sum is as large as what was added so far, not as the block.
