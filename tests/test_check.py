@@ -1,6 +1,7 @@
 """``tilewise check``: its work, rows, table and exit status; the judging of inputs too large for a dense oracle."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from tilewise import InvalidInput, full, reference
+from tilewise.arch import ARCHS, Runtime
 from tilewise.backends import module_of
-from tilewise.capabilities import CAPABILITIES
+from tilewise.capabilities import CAPABILITIES, refuse
 from tilewise.cli import main
-from tilewise.testing import check, large
+from tilewise.testing import cases, check, large
 from tilewise.testing.calls import evaluate, fit, random_call
+from tilewise.testing.cases import CASES
 from tilewise.testing.check import REFUSED, Job
 from tilewise.testing.large import Large
 from tilewise.testing.pool import in_processes
@@ -142,6 +145,7 @@ def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys, in_one_pro
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--json", "/no/such/folder/x.json"], "--json is"),
+        (["--only", "no such input"], "--only is 'no such input', which no input's name contains"),
     ],
 )
 def test_command_rejects_bad_arguments(arguments, text, capsys):
@@ -153,6 +157,57 @@ def test_command_says_why_nothing_can_be_checked(capsys):
     gpu_only = next(c.backend for c in CAPABILITIES if not c.interpretable and "*" not in c.kinds)
     assert main(["check", "--backend", gpu_only, "--device", "cpu"]) == 1
     assert f"{gpu_only} refuses: the tensors are on cpu" in capsys.readouterr().out
+
+
+def test_command_runs_only_what_is_named(capsys):
+    assert main([*QUICK, "--only", "thin_window"]) == 0
+    out = capsys.readouterr().out
+    assert "thin_window_causal " in out
+    assert "ragged_full" not in out
+    assert "case " not in out
+
+
+def test_a_backend_that_takes_a_bias_in_bulk_only_gets_such():
+    """None of them is refused for the bias itself, but where there is one query or one key, or none."""
+    hopper = next(c for c in CAPABILITIES if c.backend == "hopper")
+    halves = [torch.float16, torch.bfloat16]
+    kinds, refused = set(), 0
+    work = check._bias_jobs(hopper, (64, 128), halves, torch.device("cpu"), 0, 40)
+    for job in work:
+        call = job.run.args[0]()
+        assert call.q.dtype == call.spec.tensors.bias.dtype
+        kinds.add((call.q.shape[-1], call.q.dtype, job.name.split("bias:")[1]))
+        problem = dataclasses.replace(call.problem, arch=ARCHS["sm_90"], runtime=Runtime((3, 9)))
+        reasons = [reason for reason in refuse(hopper, problem) if "bias" in str(reason)]
+        refused += bool(reasons)
+        assert not reasons or min(call.q.shape[2], call.k.shape[2]) < 2
+    assert kinds == {(dim, dtype, words[5:]) for dim in (64, 128) for dtype in halves for words in check._BIASES}
+    assert refused < len(work) / 8
+
+
+def test_jobs_with_a_bias_judge_its_gradient():
+    bulk = dataclasses.replace(next(c for c in CAPABILITIES if c.backend == "torch"), bulk_bias=(16,))
+    work = check._bias_jobs(bulk, (16,), [torch.float32], torch.device("cpu"), 0, 0)
+    job = next(job for job in work if job.name.startswith("thin_window D=16"))
+    assert {result.output for result in job.run()} >= {"o", "dq", "dbias"}
+    assert all(result.ok for result in job.run())
+
+
+def test_only_calls_that_ask_for_it_are_held_to_equal_bits(monkeypatch):
+    """A backend's default may add in any order."""
+    seen = []
+
+    def record(call, backend):
+        seen.append(call.deterministic)
+        return evaluate(call, backend)
+
+    monkeypatch.setattr(cases, "evaluate", record)
+    for case in CASES:
+        if case.repeats > 1:
+            cases.run_case(case, "torch", "cpu", case.dtypes[0], True)
+    assert seen.count(True) > 2
+    assert [mode for mode in seen if mode is None]
+    assert False not in seen
 
 
 SMALL = (

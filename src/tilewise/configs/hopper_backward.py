@@ -176,7 +176,7 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, False): ("short", "medium", "long"),
     (64, True): ("short", "medium", "long"),
-    (128, False): ("short", "medium", "long"),
+    (128, False): ("medium", "long"),
     (128, True): ("short", "medium", "long"),
 }
 

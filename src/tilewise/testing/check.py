@@ -32,6 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256, 320, 384, 512)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
+_BIASES = ("bias:1hqk", "bias:bhqk:-inf", "bias:b1qk", "bias:11qk:-inf", "bias:bhqk")  # as many as no dtypes divide
 REFUSED = "the capability table refuses it"
 _PASS = {
     **{"t_o": "jvp", "t_lse": "jvp", "o": "forward", "lse": "forward"},
@@ -183,21 +184,20 @@ def _bias_jobs(
     c: Capability, dims: tuple[int, ...], dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int
 ) -> list[Job]:
     """Named inputs and random ones of bounds alone once more with a bias, for a backend that takes it in bulk only."""
-    drawn: list[tuple[str, Callable[[torch.dtype], Callable[[], Call]]]] = []
+    drawn: list[tuple[str, Callable[..., Call]]] = []
     for dim, entry in itertools.product(dims, GAUNTLET):
         if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms):
             at = entry.at_head_dims(dim, dim)
-            drawn.append((at.name, lambda dtype, at=at: partial(at.build, device, dtype, seed)))
+            drawn.append((at.name, partial(at.build, seed=seed)))
     rng = random.Random(seed + 2)
     for _ in range(randoms):
         shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in dims))
-        drawn.append((_random_name(shape, arguments), lambda dtype, s=shape, a=arguments: partial(random_call, s, device=device, dtype=dtype, **a)))
+        drawn.append((_random_name(shape, arguments), partial(random_call, shape, **arguments)))
     out = []
-    kinds = ("bias:1hqk", "bias:bhqk:-inf", "bias:b1qk", "bias:11qk:-inf", "bias:bhqk", "bias:1hqk:-inf")
-    for i, (name, of) in enumerate(drawn):
-        dtype, words = dtypes[i % len(dtypes)], kinds[i % len(kinds)]
-        work = partial(_run_fitting, partial(_with_bias, of(dtype), words, seed), c.backend, f"{name}, {words}")
-        out.append(Job(c.backend, _name(dtype), f"{name}, {words}", work))
+    for i, (name, build) in enumerate(drawn):
+        dtype, words = dtypes[i % len(dtypes)], _BIASES[i % len(_BIASES)]
+        made = partial(_with_bias, partial(build, device=device, dtype=dtype), words, seed)
+        out.append(Job(c.backend, _name(dtype), f"{name}, {words}", partial(_run_fitting, made, c.backend, f"{name}, {words}")))
     return out
 
 

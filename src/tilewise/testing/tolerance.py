@@ -261,7 +261,8 @@ def _through_steps(
         error = error * slope.abs() + unit * _size(s)
         if step == "alibi" and call.q.dtype in (torch.float16, torch.bfloat16):
             # Kernels for half precision count distances from the border of a tile, which then cancels, not from the query.
-            error = error + torch.finfo(torch.float32).eps / 2 * TILE_ROWS * call.spec.tensors.slopes.double().abs()[..., None, None]
+            slopes_of_heads = call.spec.tensors.slopes.double().abs()[..., None, None]
+            error = error + torch.finfo(torch.float32).eps / 2 * TILE_ROWS * slopes_of_heads
         own.append((slope, slope_error))
     slopes = [(torch.ones_like(s), torch.zeros_like(s))]
     for slope, slope_error in reversed(own):
