@@ -68,9 +68,9 @@ REPEATED = {
 CHOSEN = PROBLEMS if EVERY else {arch: tuple(p for p in each if p not in REPEATED[arch]) for arch, each in PROBLEMS.items()}
 PARTLY = {arch: {} if EVERY else {p: names for p, names in REPEATED[arch].items() if names} for arch in PROBLEMS}
 
-PROCESSES = {"sm_90": 5, "sm_80": 2, "gfx942": 2}  # for an architecture, where it is more than one
+PROCESSES = {"sm_100": 1, "sm_120": 1, "sm_90": 4, "sm_80": 2, "gfx942": 2}  # what one of them does is less and less
 TEXTS = {arch: (*CHOSEN[arch], *(f"only={','.join(names)} {p}" for p, names in PARTLY[arch].items())) for arch in PROBLEMS}
-PARTS = [(arch, TEXTS[arch][i :: PROCESSES.get(arch, 1)]) for arch in PROBLEMS for i in range(PROCESSES.get(arch, 1))]
+PARTS = [(arch, TEXTS[arch][i::count]) for arch, count in PROCESSES.items() for i in range(count)]
 COMMANDS = {part: ("-m", "tilewise.testing.compile_only", part[0], *part[1]) for part in PARTS}
 
 # Bytes of spill that are known and accepted; every kernel that is not listed must have none.
