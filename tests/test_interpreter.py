@@ -139,6 +139,13 @@ def test_integers_wrap_as_they_do_without(operation):
     assert (quick == plain).all()
 
 
+def test_what_was_made_before_can_be_used():
+    with as_it_is():
+        before = _tensor((2, 4))
+    assert (semantic.add(before, before, True).handle.data == 2).all()
+    assert tl.tensor(before.handle, before.type).shape == [2, 4]
+
+
 def test_one_number_spread_over_a_block_is_as_good_as_a_block():
     block, one = _tensor((2, 4)), semantic.scalar_constant(5, tl.int32)
     for total in (semantic.add(block, one, True), semantic.add(one, block, True)):

@@ -121,7 +121,10 @@ def _quicken_types(core: Any) -> None:
             self.handle, self.type = handle, type
             if type.is_block():
                 self.dtype = type.element_ty
-                self.shape, self.numel = type.of_tensors
+                try:
+                    self.shape, self.numel = type.of_tensors
+                except AttributeError:  # a type from the time before
+                    plain(self, handle, type)
             else:
                 self.dtype = type.scalar
                 self.shape, self.numel = of_scalars
