@@ -286,12 +286,10 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
 
 
 def takes_adding(problem: Problem) -> bool:
-    """Can the kernel that adds dq up in memory do this? float16 at head_dim 128 is left out: with a mask its products would be
-    serialised, a register short."""
+    """Can the kernel that adds dq up in memory do this?"""
     p = problem
     _, _, has_upper, has_lower = p.bounds
-    known = (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
-    return known and (p.head_dim < 128 or p.dtype == "bfloat16")
+    return (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
 
 
 def adds(problem: Problem, config: AddingConfig) -> bool:

@@ -297,7 +297,7 @@ def _dkdvdq_kernel(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
-    AGAIN: gl.constexpr = HEAD_DIM == 128 and HAS_UPPER  # these spill otherwise
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and (HAS_UPPER or HAS_TAIL)  # these spill otherwise
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
     gl.static_assert(STAGES < SLOTS, "turns would be told before those that are read")
