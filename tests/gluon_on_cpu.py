@@ -108,7 +108,11 @@ class Memory:
 
     @property
     def type(self):
-        return types.SimpleNamespace(shape=list(self.logical().shape), dtype=self.dtype)
+        *lead, boxes, rows, columns = self.boxes.shape
+        shape = [*lead, rows, boxes * columns] if self.view is None else list(self.view)
+        if self.turned:
+            shape[-2:] = shape[:-3:-1]
+        return types.SimpleNamespace(shape=shape, dtype=self.dtype)
 
     def index(self, i):
         return Memory(self.boxes[i], self.dtype)

@@ -24,8 +24,6 @@ from tilewise.testing.large import Large
 from tilewise.testing.pool import in_processes
 from tilewise.testing.tolerance import Result, raise_if_failed
 
-pytestmark = pytest.mark.xdist_group("check")  # they share a run of the command
-
 QUICK = ["check", "--quick", "--backend", "reference", "--random", "2"]
 
 
