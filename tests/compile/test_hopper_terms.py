@@ -26,16 +26,16 @@ BUDGETS: dict[tuple[str, int], dict[str, tuple[int, int, int]]] = {
         "row": (685, 384, 7), "capped_alibi": (1285, 364, 8),
     },
     ("dkdv", 64): {
-        "softcap": (473, 0, 0), "alibi": (367, 0, 0), "both_sides": (443, 0, 0), "segment": (340, 312, 0), "row": (339, 332, 0),
-        "capped_alibi": (576, 0, 0),
+        "softcap": (462, 0, 0), "alibi": (360, 0, 0), "both_sides": (443, 0, 0), "segment": (339, 288, 0), "row": (339, 368, 0),
+        "capped_alibi": (579, 0, 0),
     },
     ("dkdv", 128): {
-        "softcap": (515, 344, 0), "alibi": (427, 436, 0), "both_sides": (476, 0, 0), "segment": (396, 292, 0),
-        "row": (390, 340, 0), "capped_alibi": (647, 536, 7),
+        "softcap": (504, 128, 0), "alibi": (422, 0, 0), "both_sides": (476, 0, 0), "segment": (382, 96, 0),
+        "row": (394, 436, 0), "capped_alibi": (621, 180, 0),
     },
     ("dkdv", 256): {
-        "softcap": (426, 240, 0), "alibi": (282, 60, 0), "both_sides": (357, 0, 0), "segment": (282, 112, 0),
-        "row": (282, 188, 0), "capped_alibi": (570, 756, 20),
+        "softcap": (423, 252, 0), "alibi": (282, 36, 0), "both_sides": (357, 0, 0), "segment": (282, 36, 0),
+        "row": (282, 224, 0), "capped_alibi": (560, 636, 13),
     },
     ("dq", 64): {
         "softcap": (496, 0, 0), "alibi": (663, 0, 0), "both_sides": (586, 0, 0), "segment": (473, 0, 0), "row": (450, 0, 0),
