@@ -173,9 +173,9 @@ def weights(s, ring, step, keys, own, place, key_row, qk_scale2, MASKED: gl.cons
 def hidden(p, keys, own, m_block, key_row, POSITIONS: gl.constexpr = False):
     """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``terms.masked``.
 
-    What is compared are positions, or what the compiler spills fewer registers for: numbers counted from what lies left of a thread's
-    columns, less the bound. Then columns are numbers that are known beforehand for each register. Positions of columns would be kept
-    in registers from one tile to the next; beside a bias, and with two bounds, they are not.
+    What is compared are positions, or what the compiler spills fewer registers for: numbers counted from what lies left of a
+    thread's columns, less the bound. Then columns are numbers that are known beforehand for each register. Positions of columns
+    would be kept in registers from one tile to the next; beside a bias, and with two bounds, they are not.
     """
     x = p.reshape([ROWS, keys.BLOCK_M // 8, 4, 2])
     L: gl.constexpr = x.type.layout
