@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
-_TURNS = 448  # for what a program writes down of the tiles of keys that it works on
+_TURNS = 448  # beyond them, for what a program writes down of the tiles of keys that it works on
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class KeptConfig:
 @dataclass(frozen=True)
 class AddingConfig:
     """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
-    keys each, and the warpgroup that adds; ``early``: ds is handed over above the product that makes dk, rather than below it."""
+    keys each, and the warpgroup that adds; ``early``: ds is handed over above the product that makes dk, rather than below it.
+    ``programs`` at most share the tiles of keys; 0: one for each multiprocessor, which has no room for two."""
 
     block_m: int
     block_n: int
@@ -92,6 +93,7 @@ class AddingConfig:
     consumer_registers: int
     adder_registers: int
     early: bool
+    programs: int = 0
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _crowded_steps(
         p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, False)
         if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
             if (place < free_lo) | (place >= free_hi):
-                p = hidden(p, keys, own, m_block, key_row)
+                p = hidden(p, keys, own, m_block, key_row, keys.HEAD_DIM == 96)
         p16 = p.to(DTYPE)
         do = do_ring.take(step)
         if keys.NEED_DV:

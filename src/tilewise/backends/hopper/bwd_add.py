@@ -20,7 +20,8 @@ Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps,
     keys, values  full: 1 (bytes), each turn
     ds            full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
     left          C * W: the consumers' dv and dk have left shared memory, dv by the place of the values
-The keys of a turn are in nobody's way: when the adder has made its last product with them, the consumers have long made theirs.
+Nobody waits to copy the next keys in but the adder for its own last product: by then the consumers have made all products with the
+keys of this turn, but for one behind the last tile of queries that nobody reads.
 """
 
 from triton.experimental import gluon

@@ -175,7 +175,7 @@ def hidden(p, keys, own, m_block, key_row, POSITIONS: gl.constexpr = False):
 
     What is compared are positions, or what the compiler spills fewer registers for: numbers counted from what lies left of a
     thread's columns, less the bound. Then columns are numbers that are known beforehand for each register. Positions of columns
-    would be kept in registers from one tile to the next; beside a bias, and with two bounds, they are not.
+    would be kept in registers from one tile to the next; beside a bias, at head_dim 96 and with two bounds they are not.
     """
     x = p.reshape([ROWS, keys.BLOCK_M // 8, 4, 2])
     L: gl.constexpr = x.type.layout
