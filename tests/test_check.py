@@ -16,6 +16,7 @@ from tilewise.arch import ARCHS, Runtime
 from tilewise.backends import module_of
 from tilewise.capabilities import CAPABILITIES, refuse
 from tilewise.cli import main
+from tilewise.spec import Spec
 from tilewise.testing import cases, check, large
 from tilewise.testing.calls import evaluate, fit, random_call
 from tilewise.testing.cases import CASES
@@ -183,6 +184,22 @@ def test_a_backend_that_takes_a_bias_in_bulk_only_gets_such():
         assert not reasons or min(call.q.shape[2], call.k.shape[2]) < 2
     assert kinds == {(dim, dtype, words[5:]) for dim in (64, 128) for dtype in halves for words in check._BIASES}
     assert refused < len(work) / 8
+
+
+def test_no_named_input_has_one_dtype_alone_at_both_head_dims():
+    hopper = next(c for c in CAPABILITIES if c.backend == "hopper")
+    work = check._bias_jobs(hopper, (64, 128), [torch.float16, torch.bfloat16], torch.device("cpu"), 0, 0)
+    found: dict[str, set[str]] = {}
+    for job in work:
+        found.setdefault(job.name.split(" D=")[0], set()).add(job.dtype)
+    assert all(len(dtypes) == 2 for dtypes in found.values())
+
+
+def test_what_the_adding_kernel_cannot_do_is_not_run_in_its_name():
+    call = random_call((1, 2, 1, 70, 90, 64, 64))
+    assert check._run_adding(lambda: call, "torch", "here")
+    assert check._run_adding(lambda: call.replace(spec=Spec(lower=20)), "torch", "here") == []
+    assert check._run_adding(lambda: random_call((1, 2, 1, 70, 90, 32, 32)), "torch", "here") == []
 
 
 def test_jobs_with_a_bias_judge_its_gradient():

@@ -447,3 +447,27 @@ def test_a_mode_that_is_none_is_refused():
         tw.attention(*_qkv(), spec=Spec(deterministic=False))
     with pytest.raises(tw.InvalidInput, match="deterministic"):
         Spec.parse("causal,deterministic:perhaps")
+
+
+# What a launch is told.
+
+
+def _gradients(**problem):
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends.hopper.bwd_add_launch import adding_plans
+
+    return adding_plans(_problem(**problem), ADDING[64, False][0], False)[1]
+
+
+def test_as_many_programs_as_multiprocessors_share_the_tiles():
+    assert _gradients(length=4096, heads=32).grid == (132,)
+    assert _gradients(length=1000, heads=3).grid == (24,)
+
+
+def test_heads_that_are_worked_on_together_fit_the_cache_with_their_sums():
+    """Of each query, bytes of itself, of its gradient and of the float32 sums of dq."""
+    from tilewise.backends.hopper.common import L2_BUDGET
+
+    together = _gradients(length=4096, heads=64).numbers[-1]
+    assert 1 < together < 64
+    assert together * 4096 * 64 * (2 + 2 + 4) <= L2_BUDGET < 2 * together * 4096 * 64 * (2 + 2 + 4)

@@ -184,19 +184,17 @@ def _bias_jobs(
     c: Capability, dims: tuple[int, ...], dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int
 ) -> list[Job]:
     """Named inputs and random ones of bounds alone once more with a bias, for a backend that takes it in bulk only."""
-    drawn: list[tuple[str, Callable[..., Call]]] = []
+    drawn: list[tuple[int, str, Callable[..., Call]]] = []  # the number says which dtype and which bias it gets
     plain = [e for e in GAUNTLET if not (e.terms or e.returns or e.gpu_gib or e.spec.terms)]
-    for dim in dims:
+    for first, dim in enumerate(dims):  # another dtype at the next head_dim
         entries = [entry.at_head_dims(dim, dim) for entry in plain]
-        drawn += [(entry.name, partial(entry.build, seed=seed)) for entry in entries]
-        if len(drawn) % len(dtypes) == 0:  # the next head_dim begins with another dtype
-            drawn.append(drawn.pop(0))
+        drawn += [(i, entry.name, partial(entry.build, seed=seed)) for i, entry in enumerate(entries, first)]
     rng = random.Random(seed + 2)
-    for _ in range(randoms):
+    for i in range(randoms):
         shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in dims))
-        drawn.append((_random_name(shape, arguments), partial(random_call, shape, **arguments)))
+        drawn.append((i, _random_name(shape, arguments), partial(random_call, shape, **arguments)))
     out = []
-    for i, (name, build) in enumerate(drawn):
+    for i, name, build in drawn:
         dtype, words = dtypes[i % len(dtypes)], _BIASES[i % len(_BIASES)]
         made = partial(_with_bias, partial(build, device=device, dtype=dtype), words, seed)
         out.append(Job(c.backend, _name(dtype), f"{name}, {words}", partial(_run_fitting, made, c.backend, f"{name}, {words}")))
