@@ -122,8 +122,9 @@ def compare(head_dim, case, configs):
     return found
 
 
-def compare_all(arguments, cases=None, most=100):
-    """Every config of these head dims, or as many of each table as ``most``, after ``install``."""
+def compare_all(arguments, cases=None, most=100, until_wrong=False):
+    """Every config of these head dims, or as many of each table as ``most``, after ``install``; ``until_wrong``: up to the first
+    that is."""
     torch.set_num_threads(1)
     from tilewise.configs.hopper_bias import DBIAS, DKDV, DQ, FWD, SHARED
 
@@ -136,6 +137,8 @@ def compare_all(arguments, cases=None, most=100):
                 ok = all(error < LIMITS[case[2]] for error in found.values())
                 words = {"dims": dims, "case": case, "configs": list(map(str, configs)), "errors": found}
                 print(json.dumps({**words, "ok": ok}), flush=True)
+                if until_wrong and not ok:
+                    return
 
 
 if __name__ == "__main__":

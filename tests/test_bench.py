@@ -27,8 +27,6 @@ from tilewise.cli._bench.worker import median_ms
 from tilewise.errors import InvalidInput
 from tilewise.problem import Problem
 
-pytestmark = pytest.mark.xdist_group("bench")  # they share a run of the command
-
 ROOT = Path(__file__).resolve().parents[1]
 ROW_KEYS = {
     *("case", "pass", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "causal"),

@@ -1,6 +1,7 @@
 """``tilewise check``: its work, rows, table and exit status; the judging of inputs too large for a dense oracle."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -11,17 +12,18 @@ import pytest
 import torch
 
 from tilewise import InvalidInput, full, reference
+from tilewise.arch import ARCHS, Runtime
 from tilewise.backends import module_of
-from tilewise.capabilities import CAPABILITIES
+from tilewise.capabilities import CAPABILITIES, refuse
 from tilewise.cli import main
-from tilewise.testing import check, large
+from tilewise.spec import Spec
+from tilewise.testing import cases, check, large
 from tilewise.testing.calls import evaluate, fit, random_call
+from tilewise.testing.cases import CASES
 from tilewise.testing.check import REFUSED, Job
 from tilewise.testing.large import Large
 from tilewise.testing.pool import in_processes
 from tilewise.testing.tolerance import Result, raise_if_failed
-
-pytestmark = pytest.mark.xdist_group("check")  # they share a run of the command
 
 QUICK = ["check", "--quick", "--backend", "reference", "--random", "2"]
 
@@ -144,6 +146,7 @@ def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys, in_one_pro
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--json", "/no/such/folder/x.json"], "--json is"),
+        (["--only", "no such input"], "--only is 'no such input', which no input's name contains"),
     ],
 )
 def test_command_rejects_bad_arguments(arguments, text, capsys):
@@ -155,6 +158,81 @@ def test_command_says_why_nothing_can_be_checked(capsys):
     gpu_only = next(c.backend for c in CAPABILITIES if not c.interpretable and "*" not in c.kinds)
     assert main(["check", "--backend", gpu_only, "--device", "cpu"]) == 1
     assert f"{gpu_only} refuses: the tensors are on cpu" in capsys.readouterr().out
+
+
+def test_command_runs_only_what_is_named(capsys):
+    assert main([*QUICK, "--only", "thin_window"]) == 0
+    out = capsys.readouterr().out
+    assert "thin_window_causal " in out
+    assert "ragged_full" not in out
+    assert "case " not in out
+
+
+def test_a_backend_that_takes_a_bias_in_bulk_only_gets_such():
+    """None of them is refused for the bias itself, but where there is one query or one key, or none."""
+    hopper = next(c for c in CAPABILITIES if c.backend == "hopper")
+    halves = [torch.float16, torch.bfloat16]
+    kinds, refused = set(), 0
+    work = check._bias_jobs(hopper, (64, 128), halves, torch.device("cpu"), 0, 40)
+    for job in work:
+        call = job.run.args[0]()
+        assert call.q.dtype == call.spec.tensors.bias.dtype
+        kinds.add((call.q.shape[-1], call.q.dtype, job.name.split("bias:")[1]))
+        problem = dataclasses.replace(call.problem, arch=ARCHS["sm_90"], runtime=Runtime((3, 9)))
+        reasons = [reason for reason in refuse(hopper, problem) if "bias" in str(reason)]
+        refused += bool(reasons)
+        assert not reasons or min(call.q.shape[2], call.k.shape[2]) < 2
+    assert kinds == {(dim, dtype, words[5:]) for dim in (64, 128) for dtype in halves for words in check._BIASES}
+    assert refused < len(work) / 8
+
+
+def test_no_named_input_has_one_dtype_alone_at_both_head_dims():
+    hopper = next(c for c in CAPABILITIES if c.backend == "hopper")
+    work = check._bias_jobs(hopper, (64, 128), [torch.float16, torch.bfloat16], torch.device("cpu"), 0, 0)
+    found: dict[str, set[str]] = {}
+    for job in work:
+        found.setdefault(job.name.split(" D=")[0], set()).add(job.dtype)
+    assert all(len(dtypes) == 2 for dtypes in found.values())
+
+
+def test_what_the_adding_kernel_cannot_do_is_not_run_in_its_name():
+    call = random_call((1, 2, 1, 70, 90, 64, 64))
+    assert check._run_adding(lambda: call, "torch", "here")
+    assert check._run_adding(lambda: call.replace(spec=Spec(lower=20)), "torch", "here") == []
+    assert check._run_adding(lambda: random_call((1, 2, 1, 70, 90, 32, 32)), "torch", "here") == []
+
+
+def test_jobs_with_a_bias_judge_its_gradient():
+    bulk = dataclasses.replace(next(c for c in CAPABILITIES if c.backend == "torch"), bulk_bias=(16,))
+    work = check._bias_jobs(bulk, (16,), [torch.float32], torch.device("cpu"), 0, 0)
+    job = next(job for job in work if job.name.startswith("thin_window D=16"))
+    assert {result.output for result in job.run()} >= {"o", "dq", "dbias"}
+    assert all(result.ok for result in job.run())
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_gradients_are_held_to_equal_bits_where_they_are_promised(monkeypatch, always):
+    """A backend's default may add gradients in any order; o and lse have the same bits in any mode."""
+    seen, spoilt = [], []
+
+    def record(call, backend):
+        seen.append(call.deterministic)
+        got = evaluate(call, backend)
+        for name, mode in spoilt:
+            if mode is call.deterministic:
+                got[name][..., 0] += len(seen)
+        return got
+
+    known = dataclasses.replace(next(c for c in CAPABILITIES if c.backend == "torch"), always_deterministic=always)
+    monkeypatch.setattr(cases, "capability", lambda backend: known)
+    monkeypatch.setattr(cases, "evaluate", record)
+    case = next(case for case in CASES if case.number == 26)
+    assert all(r.ok for r in cases.run_case(case, "torch", "cpu", case.dtypes[0], True))
+    assert (True in seen) is not always
+    assert None in seen
+    for fault in [("lse", None), ("dq", None)] if always else [("lse", None), ("lse", True), ("dq", True)]:
+        spoilt[:] = [fault]
+        assert [r for r in cases.run_case(case, "torch", "cpu", case.dtypes[0], True) if r.output == "repeat"]
 
 
 SMALL = (

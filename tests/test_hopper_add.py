@@ -281,14 +281,18 @@ def test_an_empty_class_switches_it_off(monkeypatch, bounded):
         assert [lookup_adding(p) is not None for p in problems] == [bool(classes)] * len(problems)
 
 
+def _in_two_programs(*place):
+    return [dataclasses.replace(config, programs=2) for config in ADDING[place]]
+
+
 def test_lower_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
     capped = Problem.parse("heads=32 seqlen=4096 head_dim=64 mask=softcap:30.0 arch=sm_90", software=Runtime((3, 9)))
     others = [_problem(256), _problem(96), _problem(lower=300), _problem(upper=0, lower=300), capped]
-    others.append(_problem(128, words="dtype=float16"))
     with adding():
         assert all(lookup_adding(p) is None for p in others)
+        assert lookup_adding(_problem(128, words="dtype=float16", upper=0)) in _in_two_programs(128, True)
         assert lookup_adding(_problem(upper=2000)) is lookup_adding(_problem())  # a bound that no pair reaches
-        assert lookup_adding(_problem(upper=0)) in ADDING[64, True]
+        assert lookup_adding(_problem(upper=0)) in _in_two_programs(64, True)
 
 
 def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels(monkeypatch):
@@ -443,3 +447,27 @@ def test_a_mode_that_is_none_is_refused():
         tw.attention(*_qkv(), spec=Spec(deterministic=False))
     with pytest.raises(tw.InvalidInput, match="deterministic"):
         Spec.parse("causal,deterministic:perhaps")
+
+
+# What a launch is told.
+
+
+def _gradients(**problem):
+    pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
+    from tilewise.backends.hopper.bwd_add_launch import adding_plans
+
+    return adding_plans(_problem(**problem), ADDING[64, False][0], False)[1]
+
+
+def test_as_many_programs_as_multiprocessors_share_the_tiles():
+    assert _gradients(length=4096, heads=32).grid == (132,)
+    assert _gradients(length=1000, heads=3).grid == (24,)
+
+
+def test_heads_that_are_worked_on_together_fit_the_cache_with_their_sums():
+    """Of each query, bytes of itself, of its gradient and of the float32 sums of dq."""
+    from tilewise.backends.hopper.common import L2_BUDGET
+
+    together = _gradients(length=4096, heads=64).numbers[-1]
+    assert 1 < together < 64
+    assert together * 4096 * 64 * (2 + 2 + 4) <= L2_BUDGET < 2 * together * 4096 * 64 * (2 + 2 + 4)

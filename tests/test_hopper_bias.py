@@ -188,7 +188,7 @@ import bias_on_cpu
 bias_on_cpu.gluon_on_cpu.install()
 from tilewise.backends.hopper import bias, bias_dkdv, bias_fwd, bias_shared, dbias
 {FAULTS[fault]}
-bias_on_cpu.compare_all(["64"], bias_on_cpu.CASES[:5], most=1)
+bias_on_cpu.compare_all(["64"], bias_on_cpu.CASES[:5], most=1, until_wrong=True)
 """
     lines, errors = _lines("-c", script)
     assert lines, errors[-2000:]

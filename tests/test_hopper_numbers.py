@@ -56,3 +56,39 @@ gluon_on_cpu.compare_all(["192/128"])
     lines, errors = _lines("-c", script)
     assert lines, errors[-2000:]
     assert not all(line["ok"] for line in lines)
+
+
+ADDING_FAULTS = {
+    "positions of columns counted from the next one": """
+given = bwd_parts.allowed
+bwd_parts.allowed = lambda column, *rest: given(column + 1, *rest)
+""",
+    "a second consumer that walks the tiles of the first": """
+given = turns.Turns.own
+turns.Turns.own = lambda self, turn, C: given(self, turn, 0)
+""",
+    "keys of the first consumer for both": """
+given = bwd_add.Rows
+bwd_add.Rows = lambda tiles, start: given(tiles, 0)
+""",
+    "dv and dk of both consumers in the rows of the first": """
+given = bwd_add._write
+bwd_add._write = lambda tile, acc, scale, desc, batch, head, row: given(tile, acc, scale, desc, batch, head, row // 128 * 128)
+""",
+}
+
+
+@pytest.mark.parametrize("fault", ADDING_FAULTS)
+def test_a_fault_of_the_kernel_that_adds_is_found(fault):
+    """Causal, several tiles of keys a program."""
+    script = f"""
+import gluon_on_cpu
+gluon_on_cpu.install()
+from tilewise.backends.hopper import bwd_add, bwd_parts, turns
+from tilewise.configs.hopper_backward import ADDING
+{ADDING_FAULTS[fault]}
+found = gluon_on_cpu.errors((128, 128), (1, 2, 1, 200, 500), "causal", "bfloat16", ADDING[128, True][0], 2)
+print(str(all(error < gluon_on_cpu.LIMITS["bfloat16"] for error in found.values())).lower())
+"""
+    right = script.replace(ADDING_FAULTS[fault], "")
+    assert [_lines("-c", text)[0] for text in (right, script)] == [[True], [False]]

@@ -307,7 +307,7 @@ def test_explain_says_where_a_config_comes_from(folder, backend, capsys, monkeyp
     monkeypatch.setattr("tilewise.problem.runtime", lambda: Runtime((3, 9)))
 
     def line() -> list[str]:
-        assert main(["explain", SM90, "--backend", backend]) == 0
+        assert main(["explain", SM90, "--backend", backend, "--deterministic", "yes"]) == 0
         return [x for x in capsys.readouterr().out.splitlines() if x.startswith("Config of")]
 
     assert line() == [

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tilewise import causal
+from tilewise import alibi, causal
+from tilewise.arch import ARCHS, arch_of
 from tilewise.testing.calls import OUTPUTS, Call, evaluate, random_call
 from tilewise.testing.poison import poison
 from tilewise.testing.tolerance import Mismatch, Yardstick, plain, raise_if_failed, round_to_tf32
@@ -146,6 +147,22 @@ def test_round_to_tf32_keeps_ten_bits_of_mantissa():
     exact = torch.tensor([1.0, 1 + 2**-10, 1.0, 1 + 2 * 2**-10, 1.0, -(1 + 2**-10), 0.0])
     assert torch.equal(round_to_tf32(values)[:7], exact)
     assert abs(round_to_tf32(values)[7] / 3.0e38 - 1) < 2**-11
+
+
+@pytest.mark.parametrize(
+    "dtype, arch, wrong", [(torch.float32, "sm_90", True), (torch.bfloat16, "cpu", True), (torch.bfloat16, "sm_90", False)]
+)
+def test_slopes_may_be_counted_from_the_border_of_a_tile_on_hopper(monkeypatch, dtype, arch, wrong):
+    """Rounded there, they move lse by no more than the slope of 64 rows is rounded."""
+    monkeypatch.setattr("tilewise.testing.tolerance.arch_of", lambda device: ARCHS["sm_90"] if arch == "sm_90" else arch_of(device))
+    call = random_call(SHAPE, dtype=dtype, spec=causal() & alibi(torch.full((4,), 2.0)))
+    got = evaluate(call, "reference")
+    assert not [r for r in Yardstick(call).judge(got) if not r.ok]
+    off = 0.8 * 2.0 * 64 * 2.0**-24
+    got["lse"][..., 30:] += off
+    assert any(r.output == "lse" and not r.ok for r in Yardstick(call).judge(got)) is wrong
+    got["lse"][..., 30:] += 3 * off
+    assert any(r.output == "lse" and not r.ok for r in Yardstick(call).judge(got))
 
 
 def test_plain_overflow_leaves_a_finite_bound():

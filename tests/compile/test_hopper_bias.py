@@ -1,7 +1,7 @@
 """The Hopper kernels with an additive bias compile for sm_90a within their budgets; no GPU is needed."""
 
 import pytest
-from compiling import reports_of, start
+from compiling import CHOICE, EVERY
 
 pytest.importorskip("triton", minversion="3.9", reason="Gluon for Hopper needs Triton 3.9")
 
@@ -33,6 +33,7 @@ BUDGETS = {
 }
 SLACK = 1.03
 SPILL_SLACK = 1.1
+COMMANDS = {head_dim: ("-m", "tilewise.testing.compile_hopper_bias", str(head_dim), *CHOICE) for head_dim in FWD}
 
 
 def complaints(report):
@@ -53,12 +54,6 @@ def complaints(report):
     return wrong
 
 
-@pytest.fixture(scope="module")
-def reports():
-    processes = [start("-m", "tilewise.testing.compile_hopper_bias", str(head_dim)) for head_dim in FWD]
-    return [report for process in processes for report in reports_of(process)]
-
-
 def test_every_kernel_compiles_within_its_budget(reports):
     wrong = {str(report): complaints(report) for report in reports if complaints(report)}
     assert not wrong, "\n".join(f"{report}: {what}" for report, what in wrong.items())
@@ -66,7 +61,10 @@ def test_every_kernel_compiles_within_its_budget(reports):
 
 def test_every_kernel_was_compiled(reports):
     seen = {(r["kernel"], r["head_dim"], r["mask"]) for r in reports}
-    assert seen == {(kernel, dim, mask) for kernel, table in KERNELS.items() for dim in table for mask in MASKS} == set(BUDGETS)
+    wanted = {(kernel, dim, mask) for kernel, table in KERNELS.items() for dim in table for mask in MASKS}
+    assert wanted == set(BUDGETS)
+    # The kernel with a causal mask has in it what that without has.
+    assert seen == {(kernel, dim, mask) for kernel, dim, mask in wanted if EVERY or mask == "causal" or dim == min(FWD)}
 
 
 def test_a_kernel_beyond_its_budget_is_caught(reports):

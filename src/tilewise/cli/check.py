@@ -255,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
     if not work and args.only and every():
-        raise InvalidInput(f"--only is {args.only!r}, which no input's name contains: expected a part of a name as the lines show it.")
+        raise InvalidInput(f"--only is {args.only!r}, which no input's name contains: expected a part of a name as lines show it.")
     if not work:
         print("Nothing to check here:")
         for name, reason in _left_out(device, [], args.backend):

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _BARRIERS = 1024  # bytes set aside for barriers and alignment
-_TURNS = 448  # for what a program writes down of the tiles of keys that it works on
+_TURNS = 448  # beyond them, for what a program writes down of the tiles of keys that it works on
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class KeptConfig:
 @dataclass(frozen=True)
 class AddingConfig:
     """The kernel that makes all three gradients and adds dq up in memory. ``ds_slots`` tiles of ds between the two consumers, of 64
-    keys each, and the warpgroup that adds; ``early``: ds is handed over above the product that makes dk, rather than below it."""
+    keys each, and the warpgroup that adds; ``early``: ds is handed over above the product that makes dk, rather than below it.
+    ``programs`` at most share the tiles of keys; 0: one for each multiprocessor, which has no room for two."""
 
     block_m: int
     block_n: int
@@ -92,6 +93,7 @@ class AddingConfig:
     consumer_registers: int
     adder_registers: int
     early: bool
+    programs: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ KEEPS: dict[tuple[Dims, bool], tuple[str, ...]] = {
 ADDS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, False): ("short", "medium", "long"),
     (64, True): ("short", "medium", "long"),
-    (128, False): ("short", "medium", "long"),
+    (128, False): ("medium", "long"),
     (128, True): ("short", "medium", "long"),
 }
 
@@ -286,12 +288,10 @@ def lookup_dq(problem: Problem) -> QueriesConfig:
 
 
 def takes_adding(problem: Problem) -> bool:
-    """Can the kernel that adds dq up in memory do this? float16 at head_dim 128 is left out: with a mask its products would be
-    serialised, a register short."""
+    """Can the kernel that adds dq up in memory do this?"""
     p = problem
     _, _, has_upper, has_lower = p.bounds
-    known = (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
-    return known and (p.head_dim < 128 or p.dtype == "bfloat16")
+    return (p.head_dim, has_upper) in ADDING and p.head_dim_v == p.head_dim and not (p.spec.terms or has_lower)
 
 
 def adds(problem: Problem, config: AddingConfig) -> bool:

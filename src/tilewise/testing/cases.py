@@ -13,6 +13,7 @@ import torch
 
 from ..api import attention
 from ..errors import InvalidInput
+from ..select import capability
 from ..spec import causal, window
 from .calls import Call, evaluate, random_call
 from .poison import poison
@@ -287,17 +288,25 @@ def run_case(
         complaint = case.exact(call, got)
         if complaint:
             results.append(Result(name, "exact", float("inf"), 0.0, False, complaint))
-        # Two repeats tell the kind; thirty need a device that is quick. Without being asked no backend promises equal bits.
-        if case.repeats > 1:
-            call = call.replace(deterministic=True)
+        # Two repeats tell the kind; thirty need a device that is quick. Gradients have equal bits where that is asked for,
+        # or always.
+        if case.repeats > 1 and not (backend == "auto" or capability(backend).always_deterministic):
+            again, call = evaluate(call, backend), call.replace(deterministic=True)
+            results += _differences(name, {n: got[n] for n in ("o", "lse")}, again)
             got = evaluate(call, backend)
         for _ in range(min(case.repeats, 3) - 1 if small else case.repeats - 1):
-            again = evaluate(call, backend)
-            differ = [n for n in got if not torch.equal(got[n], again[n])]
-            if differ:
-                results.append(Result(name, "repeat", float("inf"), 0.0, False, f"{', '.join(differ)} differ between two runs"))
+            found = _differences(name, got, evaluate(call, backend))
+            results += found
+            if found:
                 break
     return results
+
+
+def _differences(name: str, got: Outputs, again: Outputs) -> list[Result]:
+    """A failure that names what has other bits in a second run; nothing, if nothing has."""
+    differ = [n for n in got if not torch.equal(got[n], again[n])]
+    text = f"{', '.join(differ)} differ between two runs"
+    return [Result(name, "repeat", float("inf"), 0.0, False, text)] if differ else []
 
 
 def run_rejected(rejected: Rejected, backend: str, device: Device) -> Result:

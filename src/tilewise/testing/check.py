@@ -14,7 +14,7 @@ import torch
 
 from ..arch import arch_of
 from ..capabilities import CAPABILITIES, Capability, refuse
-from ..configs.hopper_backward import ADDING
+from ..configs.hopper_backward import ADDING, takes_adding
 from ..select import capability
 from ..spec import ALIGNMENTS, Spec, causal
 from .calls import Call, fit, random_call
@@ -32,6 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 HEAD_DIMS = (1, 3, 16, 20, 32, 64, 72, 80, 96, 100, 128, 160, 192, 256, 320, 384, 512)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 1), (5, 1))
+_BIASES = ("bias:1hqk", "bias:bhqk:-inf", "bias:b1qk", "bias:11qk:-inf", "bias:bhqk")  # as many as no dtypes divide
 REFUSED = "the capability table refuses it"
 _PASS = {
     **{"t_o": "jvp", "t_lse": "jvp", "o": "forward", "lse": "forward"},
@@ -147,10 +148,10 @@ def _run_fitting(build: Callable[[], Call], backend: str, name: str) -> list[Res
 
 
 def _run_adding(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
-    """A call that need not be deterministic, by the kernel that adds dq up in memory."""
+    """A call that need not be deterministic, by the kernel that adds dq up in memory; nothing where that kernel cannot do it."""
     with adding():
         call = fit(build().replace(deterministic=False), backend)
-        return [] if call is None else run_call(call, backend, name)
+        return [] if call is None or not takes_adding(call.problem) else run_call(call, backend, name)
 
 
 def _run_keeping(build: Callable[[], Call], backend: str, name: str) -> list[Result]:
@@ -183,21 +184,20 @@ def _bias_jobs(
     c: Capability, dims: tuple[int, ...], dtypes: list[torch.dtype], device: torch.device, seed: int, randoms: int
 ) -> list[Job]:
     """Named inputs and random ones of bounds alone once more with a bias, for a backend that takes it in bulk only."""
-    drawn: list[tuple[str, Callable[[torch.dtype], Callable[[], Call]]]] = []
-    for dim, entry in itertools.product(dims, GAUNTLET):
-        if not (entry.terms or entry.returns or entry.gpu_gib or entry.spec.terms):
-            at = entry.at_head_dims(dim, dim)
-            drawn.append((at.name, lambda dtype, at=at: partial(at.build, device, dtype, seed)))
+    drawn: list[tuple[int, str, Callable[..., Call]]] = []  # the number says which dtype and which bias it gets
+    plain = [e for e in GAUNTLET if not (e.terms or e.returns or e.gpu_gib or e.spec.terms)]
+    for first, dim in enumerate(dims):  # another dtype at the next head_dim
+        entries = [entry.at_head_dims(dim, dim) for entry in plain]
+        drawn += [(i, entry.name, partial(entry.build, seed=seed)) for i, entry in enumerate(entries, first)]
     rng = random.Random(seed + 2)
-    for _ in range(randoms):
+    for i in range(randoms):
         shape, arguments = random_problem(rng, False, tuple((dim, dim) for dim in dims))
-        drawn.append((_random_name(shape, arguments), lambda dtype, s=shape, a=arguments: partial(random_call, s, device=device, dtype=dtype, **a)))
+        drawn.append((i, _random_name(shape, arguments), partial(random_call, shape, **arguments)))
     out = []
-    kinds = ("bias:1hqk", "bias:bhqk:-inf", "bias:b1qk", "bias:11qk:-inf", "bias:bhqk", "bias:1hqk:-inf")
-    for i, (name, of) in enumerate(drawn):
-        dtype, words = dtypes[i % len(dtypes)], kinds[i % len(kinds)]
-        work = partial(_run_fitting, partial(_with_bias, of(dtype), words, seed), c.backend, f"{name}, {words}")
-        out.append(Job(c.backend, _name(dtype), f"{name}, {words}", work))
+    for i, name, build in drawn:
+        dtype, words = dtypes[i % len(dtypes)], _BIASES[i % len(_BIASES)]
+        made = partial(_with_bias, partial(build, device=device, dtype=dtype), words, seed)
+        out.append(Job(c.backend, _name(dtype), f"{name}, {words}", partial(_run_fitting, made, c.backend, f"{name}, {words}")))
     return out
 
 

@@ -22,9 +22,11 @@ from ..problem import Problem
 from ..spec import NO_TENSORS
 from .compile_only import _operands, _table, compiled_of, use_target
 
-__all__ = ["MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
+__all__ = ["IN_FULL", "MASKS", "KernelReport", "compile_forward", "loops", "main_loop"]
 
 MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256", "negative": "causal sm_scale=-0.3"}
+# The head dims at which a choice that covers has every mask and both dtypes: what they change in a kernel is the same at all.
+IN_FULL = (128, 128)
 
 
 @dataclass(frozen=True)
@@ -115,20 +117,21 @@ def problems(
     """The kernels of the configs of these head dims. ``every``: all configs under every kind of mask, and in float16 too.
 
     Otherwise only what the built-in rule may pick, under every mask, and float16 under a causal one only. ``covering``: of these
-    the first config of each form in full, and the others under a causal mask, whose loop has in it what no mask has.
-    "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
+    the first config of each form at ``IN_FULL`` so, and all others in bfloat16 under a causal mask, whose loop has in it what no
+    mask has. "tail" is no mask with a last key tile that is not full, "negative" a causal mask with a scale below 0.
     """
     for head_dim, head_dim_v in head_dims:
         configs = CHOICES[head_dim, head_dim_v]
         for place, config in enumerate(configs):
             again = covering and config.guarded in [earlier.guarded for earlier in configs[:place]]
+            alone = again or (covering and (head_dim, head_dim_v) != IN_FULL)
             for mask, words in MASKS.items():
                 if place >= PICKED[head_dim, head_dim_v] and not every:
                     continue
-                if again and mask != "causal":
+                if alone and mask != "causal":
                     continue
                 for dtype in ("bfloat16", "float16"):
-                    if dtype == "float16" and (config.guarded or again or (mask != "causal" and not every)):
+                    if dtype == "float16" and (config.guarded or alone or (mask != "causal" and not every)):
                         continue
                     seqlen = 1000 if mask == "tail" else 1024
                     text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={head_dim}/{head_dim_v} mask={words} arch=sm_90"
@@ -142,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="float16 under every mask too")
-    parser.add_argument("--covering", action="store_true", help="of further configs of a form the kernel with a causal mask alone")
+    parser.add_argument("--covering", action="store_true", help="a causal mask alone, but for head_dim 128")
     options = parser.parse_args()
     use_target("sm_90")
     words = [(name if "/" in name else f"{name}/{name}").split("/") for name in options.head_dim]

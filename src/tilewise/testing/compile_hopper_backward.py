@@ -23,6 +23,7 @@ from ..configs.hopper_backward import (
     ADDING,
     DKDV,
     DQ,
+    KEEPS,
     KEPT,
     AddingConfig,
     Dims,
@@ -38,9 +39,11 @@ from ..spec import NO_TENSORS
 from .compile_hopper import loops
 from .compile_only import _operands, _table, compiled_of, use_target
 
-__all__ = ["MASKS", "BackwardReport", "compile_backward", "problems", "words"]
+__all__ = ["IN_FULL", "MASKS", "BackwardReport", "compile_backward", "problems", "words"]
 
 MASKS = {"full": "full", "tail": "full", "causal": "causal", "window": "upper:256,lower:256"}
+# The head dim at which a choice that covers has every mask and both dtypes.
+IN_FULL = 128
 SPILLED = re.compile(r"\b(?:STL|LDL)\b")
 
 
@@ -142,10 +145,13 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
     """The kernels of these head dims: ``(mask, problem, config, keeps)``. The default config, the first, meets every mask, the
     others no mask and a causal one; the kernels that write ds or read it know those two only.
 
-    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: where no mask and a causal one are known,
-    the causal one alone, whose kernel has in it what the other has. "tail" is no mask with a last tile of keys that is not full.
+    ``every``: all of them meet every mask that they know, in float16 too. ``covering``: only what the built-in rules may take for a
+    call without terms, the default config and not the candidates of ``tilewise tune``; and where a causal mask is known it alone,
+    whose kernel has in it what that without has, in bfloat16. At ``IN_FULL`` dkdv and dq meet every mask and both dtypes. "tail" is
+    no mask with a last tile of keys that is not full.
     """
     for dims in head_dims:
+        kept_by_rule = any(KEEPS[dims, bounded] for bounded in (False, True))
         tables = [(DKDV[dims], False, tuple(MASKS)), (DQ[dims], False, tuple(MASKS))]
         tables += [(DKDV[dims], True, ("full", "causal")), (KEPT[dims], True, ("full", "causal"))]
         if isinstance(dims, int):
@@ -155,14 +161,20 @@ def problems(head_dims: list[Dims], every: bool, covering: bool = False) -> Iter
                 if keeps and place and isinstance(config, KeysConfig) and not every:
                     continue
                 known = [mask for mask in masks if every or not place or mask not in ("tail", "window")]
-                if covering and known == ["full", "causal"]:
-                    known = known[1:]
+                of_kept = keeps or isinstance(config, KeptConfig)
+                if covering and (place or (of_kept and not kept_by_rule)):
+                    continue
+                in_full = dims == IN_FULL and not of_kept
+                if covering and "causal" in known and not in_full:
+                    known = ["causal"]
                 in_float16 = "causal" if "causal" in known else "full"
                 for mask in known:
                     # A multiple of 64, 128 and 192, or of none of them.
                     seqlen = 1000 if mask == "tail" else 1152
                     for dtype in ("bfloat16", "float16"):
                         if dtype == "float16" and (place or keeps or mask != in_float16) and not every:
+                            continue
+                        if dtype == "float16" and covering and not in_full:
                             continue
                         text = f"dtype={dtype} heads=4/2 seqlen={seqlen} head_dim={words(dims)} mask={MASKS[mask]} arch=sm_90"
                         problem = Problem.parse(text, software=Runtime(runtime().triton))
@@ -174,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", help="which head dims, as 128 or 192/128 (default: all)")
     parser.add_argument("--every", action="store_true", help="every config under every mask, in float16 too")
-    parser.add_argument("--covering", action="store_true", help="one mask alone where a config knows two")
+    parser.add_argument("--covering", action="store_true", help="default configs alone, under a causal mask but for head_dim 128")
     options = parser.parse_args()
     use_target("sm_90")
     known = {words(dims): dims for dims in DKDV}

@@ -105,9 +105,14 @@ def compile_biased(problem: Problem, kernel: str, config: Any, mask: str) -> Bia
     )
 
 
-def problems(head_dim: int, every: bool) -> Iterator[tuple[str, Problem, str, Any]]:
-    """``(name in MASKS, problem, kernel, config)``: the configs that are taken, or every one of the tables."""
+def problems(head_dim: int, every: bool, covering: bool = False) -> Iterator[tuple[str, Problem, str, Any]]:
+    """``(name in MASKS, problem, kernel, config)``: the configs that are taken, or every one of the tables.
+
+    ``covering``: beyond the first head dim a causal mask alone, whose kernel has in it what that without has.
+    """
     for mask, words in MASKS.items():
+        if covering and mask != "causal" and head_dim != min(FWD):
+            continue
         for kernel, table in KERNELS.items():
             for config in table.get(head_dim, ())[: None if every else 1]:
                 text = f"batch=4 heads=16/8 seqlen=2048 head_dim={head_dim} mask={words} bias=bfloat16:1hqk grad=qkvb arch=sm_90"
@@ -118,10 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("head_dim", nargs="*", type=int, help="which head dims (default: all)")
     parser.add_argument("--every", action="store_true", help="every config of the tables")
+    parser.add_argument("--covering", action="store_true", help="beyond the first head dim a causal mask alone")
     options = parser.parse_args()
     use_target("sm_90")
     for head_dim in options.head_dim or sorted(FWD):
-        for mask, problem, kernel, config in problems(head_dim, options.every):
+        for mask, problem, kernel, config in problems(head_dim, options.every, options.covering):
             print(json.dumps(asdict(compile_biased(problem, kernel, config, mask))), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the compiler's bindings print pages about objects that they leak at exit

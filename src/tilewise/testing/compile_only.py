@@ -5,7 +5,8 @@ driver that only knows a target stands in for the real one, so use this in a pro
 
     python -m tilewise.testing.compile_only sm_90 "heads=16 seqlen=4096 head_dim=128 mask=causal"
 
-prints one JSON line for each kernel. Problem strings are those of ``Problem.parse``; the architecture is added to them.
+prints one JSON line for each kernel. Problem strings are those of ``Problem.parse``; the architecture is added to them. A word
+``only=fwd,dq`` before them names the kernels that are compiled.
 """
 
 from __future__ import annotations
@@ -271,12 +272,15 @@ def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     return {"tile_weights": (tile, made), "values": (config.values, done)}
 
 
+EVERY_KERNEL = (
+    *("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", "split", "split_kept", "turn"),
+    *PASSES,
+)
+
+
 def compile_problem(
     problem: Problem,
-    passes: tuple[str, ...] = (
-        *("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", "split", "split_kept", "turn"),
-        *PASSES,
-    ),
+    passes: tuple[str, ...] = EVERY_KERNEL,
     configs: dict[str, Config] | None = None,
 ) -> list[Report]:
     """Compile the kernels of a problem for ``problem.arch`` (after ``use_target``) and report on each."""
@@ -409,8 +413,9 @@ def main(arguments: list[str]) -> int:
         return 2
     arch, *texts = arguments
     use_target(arch)
-    for text in texts:
-        for report in compile_problem(Problem.parse(f"{text} arch={arch}")):
+    for given in texts:
+        chosen, text = re.fullmatch(r"(?:only=(\S+) )?(.*)", given).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        for report in compile_problem(Problem.parse(f"{text} arch={arch}"), tuple(chosen.split(",")) if chosen else EVERY_KERNEL):
             print(json.dumps({"problem": text, **dataclasses.asdict(report)}), flush=True)
     return 0
 

@@ -7,6 +7,7 @@ or both ends of a long sequence under a thin window, where only the rows at the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -306,13 +307,16 @@ def _forced(wanted: dict[str, configs.Config]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adding() -> Iterator[None]:
-    """Within it, calls that need not be deterministic add dq up in memory on Hopper wherever the kernel can do it."""
-    original = hopper_backward.adds
+    """Within it, calls that need not be deterministic add dq up in memory on Hopper wherever the kernel can do it, in two programs:
+    so each of them works on several tiles of keys."""
+    originals = hopper_backward.adds, hopper_backward.ADDING
     hopper_backward.adds = lambda problem, config: True
+    table = hopper_backward.ADDING.items()
+    hopper_backward.ADDING = {key: tuple(dataclasses.replace(c, programs=2) for c in configs) for key, configs in table}
     try:
         yield
     finally:
-        hopper_backward.adds = original
+        hopper_backward.adds, hopper_backward.ADDING = originals
 
 
 @contextlib.contextmanager

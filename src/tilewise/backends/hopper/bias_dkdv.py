@@ -93,7 +93,7 @@ def _step(
     log_l = sums.load(step % q_ring.SLOTS, keys.BLOCK_M, S_LAYOUT)
     p = biased_weights(s, b, rows_of(q_ring, step, S_LAYOUT)[None, :], log_l[None, :], sm_scale)
     if MASKED:
-        p = hidden(p, keys, None, m_block, key_row)
+        p = hidden(p, keys, None, m_block, key_row, True)
     p16, words = packed(p, q_tile.dtype)
     do_tile = do_ring.take(step)[0]
     if keys.NEED_DK:

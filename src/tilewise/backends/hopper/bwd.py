@@ -102,7 +102,7 @@ def _crowded_steps(
         p, _, m_block = weights(s, q_ring, step, keys, own, place, key_row, qk_scale2, False)
         if keys.HAS_UPPER or keys.HAS_LOWER or keys.HAS_TAIL:  # noqa: SIM102
             if (place < free_lo) | (place >= free_hi):
-                p = hidden(p, keys, own, m_block, key_row)
+                p = hidden(p, keys, own, m_block, key_row, keys.HEAD_DIM == 96)
         p16 = p.to(DTYPE)
         do = do_ring.take(step)
         if keys.NEED_DV:
@@ -207,7 +207,7 @@ def _dkdv_kernel(
     STEPS: gl.constexpr, CAPPED: gl.constexpr, RAMP: gl.constexpr, LISTED: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
-    AGAIN: gl.constexpr = HEAD_DIM == 128 and HEAD_DIM_V == 128 and HAS_UPPER  # these spill otherwise
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and HEAD_DIM_V == 128 and (HAS_UPPER or HAS_TAIL)  # these spill otherwise
     k_tiles = make_tiles(k_desc, HEAD_DIM, ROWS, CONSUMERS)
     v_tiles = make_tiles(v_desc, HEAD_DIM_V, ROWS, CONSUMERS)
     q_ring = make_part_ring(q_desc, BLOCK_M, HEAD_DIM, STAGES, CONSUMERS * WARPS, True)

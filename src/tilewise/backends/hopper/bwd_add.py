@@ -20,7 +20,8 @@ Arrivals that complete a phase of each barrier, with C consumers of W = 4 warps,
     keys, values  full: 1 (bytes), each turn
     ds            full: C * W, each warp after its last write   empty: W, each warp of the adder after its last product
     left          C * W: the consumers' dv and dk have left shared memory, dv by the place of the values
-The keys of a turn are in nobody's way: when the adder has made its last product with them, the consumers have long made theirs.
+Nobody waits to copy the next keys in but the adder for its own last product: by then the consumers have made all products with the
+keys of this turn, but for one behind the last tile of queries that nobody reads.
 """
 
 from triton.experimental import gluon
@@ -297,7 +298,7 @@ def _dkdvdq_kernel(
     CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = BLOCK_N // ROWS
-    AGAIN: gl.constexpr = HEAD_DIM == 128 and HAS_UPPER  # these spill otherwise
+    AGAIN: gl.constexpr = HEAD_DIM == 128 and (HAS_UPPER or HAS_TAIL)  # these spill otherwise
     gl.static_assert(CONSUMERS == 2, "beside the adder there are two consumers")
     gl.static_assert(STAGES > 2, "feeding ahead of the adds needs three slots")
     gl.static_assert(STAGES < SLOTS, "turns would be told before those that are read")

@@ -54,7 +54,8 @@ def _gradients(problem: Problem, config: AddingConfig) -> Plan:
     resident, streamed, rows = (1, 1, config.block_n, p.head_dim), (1, 1, config.block_m, p.head_dim), (1, config.block_m)
     output = (1, 1, 64, p.head_dim)
     blocks = (resident, output, streamed, streamed, rows, rows, output, output)
-    return plan(bwd_add._dkdvdq_kernel, min(n_blocks * heads, p.arch.multiprocessors), blocks, numbers, options)
+    programs = min(n_blocks * heads, config.programs or p.arch.multiprocessors)
+    return plan(bwd_add._dkdvdq_kernel, programs, blocks, numbers, options)
 
 
 def _gather(problem: Problem) -> Plan:

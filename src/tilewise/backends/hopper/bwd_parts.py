@@ -170,25 +170,30 @@ def weights(s, ring, step, keys, own, place, key_row, qk_scale2, MASKED: gl.cons
 
 
 @gluon.jit
-def hidden(p, keys, own, m_block, key_row):
-    """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``terms.masked``."""
+def hidden(p, keys, own, m_block, key_row, POSITIONS: gl.constexpr = False):
+    """p^T [ROWS keys, BLOCK_M queries] with 0 where a query may not see a key; columns as in ``terms.masked``.
+
+    What is compared are positions, or what the compiler spills fewer registers for: numbers counted from what lies left of a
+    thread's columns, less the bound. Then columns are numbers that are known beforehand for each register. Positions of columns
+    would be kept in registers from one tile to the next; beside a bias, at head_dim 96 and with two bounds they are not.
+    """
     x = p.reshape([ROWS, keys.BLOCK_M // 8, 4, 2])
     L: gl.constexpr = x.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     eight = gl.arange(0, keys.BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     quad = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    # Counted from what lies left of a thread's columns, and less the bound: columns are compared with numbers that are known
-    # beforehand for each register. Positions would fill registers from one tile to the next.
     left = keys.q_start + m_block * keys.BLOCK_M + (quad * 2)[None, None, :, None]
     column = eight[None, :, None, None] * 8 + pair[None, None, None, :]
-    key, end = (key_row + row)[:, None, None, None] - left, keys.seqlen_k - left
-    ok = allowed(column, key - keys.upper, end - keys.upper, 0, 0, keys.HAS_UPPER, False)
-    if keys.HAS_LOWER:
-        ok = ok & allowed(column, key + keys.lower, end + keys.lower, 0, 0, False, True)
+    kv_pos = (key_row + row)[:, None, None, None]
+    if keys.HAS_LOWER or POSITIONS:
+        ok = allowed(left + column, kv_pos, keys.seqlen_k, keys.upper, keys.lower, keys.HAS_UPPER, keys.HAS_LOWER)
+    else:
+        shift = left + keys.upper
+        ok = allowed(column, kv_pos - shift, keys.seqlen_k - shift, 0, 0, keys.HAS_UPPER, False)
     if keys.LISTED:
         queries = left + column - keys.q_start
-        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, key + left, keys.seqlen_q, keys.seqlen_k)
+        ok = seen(ok, keys.terms[3], own.batch, own.head, queries, kv_pos, keys.seqlen_q, keys.seqlen_k)
     return gl.convert_layout(gl.where(ok, x, 0.0).reshape([ROWS, keys.BLOCK_M]), p.type.layout, assert_trivial=True)
 
 
