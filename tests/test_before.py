@@ -284,6 +284,18 @@ def test_what_is_known_of_calls_before_is_bounded_and_forgotten(monkeypatch):
     assert not ops._problems
 
 
+@pytest.mark.parametrize("lacking", ["TensorGuards", "_empty_strided_cpu"])
+def test_a_pytorch_without_its_private_parts_takes_the_longer_way(monkeypatch, lacking):
+    guards = torch._C._dynamo.guards
+    parts = {name: getattr(guards, name) for name in ("TensorGuards", "_empty_strided_cpu") if name != lacking}
+    monkeypatch.setattr(torch._C._dynamo, "guards", SimpleNamespace(**parts))
+    q, k, v = (torch.randn(1, 1, 8, 8, requires_grad=True) for _ in range(3))
+    want = oracle(q, k, v)
+    for _ in range(3):
+        torch.testing.assert_close(tw.attention(q, k, v), want.float())
+    assert bool(ops._before) is (lacking != "TensorGuards")
+
+
 def test_equal_problems_are_one_object():
     """Tables find an object that they hold without comparing fields."""
     q, k, v = qkv()

@@ -645,6 +645,8 @@ def _remember(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: _Binding
     # One that refuses this call was made where the thread had other keys (in inference mode, say).
     if bound.check is None or not bound.check(q, k, v):
         bound.check = check_of(q, k, v)
+        if bound.check is None:
+            return
     key = *bound.arguments, _grad_enabled()
     if len(_before) >= _MOST_BOUND:
         _before.clear()

@@ -72,15 +72,19 @@ def have_strides(q: Any, k: Any, v: Any) -> bool:
         return False
 
 
-def check_of(*tensors: torch.Tensor) -> Callable[..., bool]:
+def check_of(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """A check whether other tensors have the types, the dispatch keys (with those that the thread adds and excludes), dtypes,
     devices, shapes, strides and ``requires_grad`` of these; addresses have no say. It refuses one object in two places.
 
     It is what a compiled graph asks before it runs: 0.4 us for three tensors whose keys and metadata take Python 4 us to read. It
-    reads strides first, and a nested tensor, which has none, ends the process there: hence ``have_strides``.
+    reads strides first, and a nested tensor, which has none, ends the process there: hence ``have_strides``. It is no public part of PyTorch: ``None`` where there is
+    none of this form, and every call takes the longer way.
     """
     guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
-    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    try:
+        return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (AttributeError, TypeError):
+        return None
 
 
 def quick_empty(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] | None:
