@@ -77,8 +77,8 @@ def check_of(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     devices, shapes, strides and ``requires_grad`` of these; addresses have no say. It refuses one object in two places.
 
     It is what a compiled graph asks before it runs: 0.4 us for three tensors whose keys and metadata take Python 4 us to read. It
-    reads strides first, and a nested tensor, which has none, ends the process there: hence ``have_strides``. It is no public part of PyTorch: ``None`` where there is
-    none of this form, and every call takes the longer way.
+    reads strides first, and a nested tensor, which has none, ends the process there: hence ``have_strides``. It is no public part
+    of PyTorch: ``None`` where there is none of this form, and every call takes the longer way.
     """
     guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
     try:
