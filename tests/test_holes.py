@@ -60,7 +60,8 @@ def device(monkeypatch):
     monkeypatch.setattr(launching, "_current_device", lambda: 0)
     monkeypatch.setattr(launching, "_current_stream", lambda device: 0)
     monkeypatch.setattr(launching, "_direct", lambda *_: None)
-    monkeypatch.setattr(ops, "_bound", {})
+    for name in ("_bound", "_before", "_problems"):
+        monkeypatch.setattr(ops, name, {})
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(hopper, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
     kernels = {}

@@ -18,7 +18,7 @@ ROOT = Path(tilewise.__file__).parent
 LAYERS = (
     ("errors", "arch"),
     ("checks", "conjunction", "spec", "terms", "masks", "bodies", "functions"),
-    ("operands", "problem", "keep"),
+    ("operands", "problem", "keep", "plain"),
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),

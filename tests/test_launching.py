@@ -346,6 +346,42 @@ def test_nothing_holds_the_tensors(direct, descriptors):
     assert [w() for w in watched] == [None, None]
 
 
+def test_a_tensor_may_stand_for_two_of_the_kernels():
+    kernel = Kernel()
+    names = ("x", "y", "z", "x_strides", "y_strides", "number", "length", "BLOCK")
+    kernel.params = [SimpleNamespace(name=n, do_not_specialize=n == "length") for n in names]
+
+    def made(length):
+        return Plan(kernel, (5,), (None, None), (48, length), {"BLOCK": 16}, order=(0, 1, 1))
+
+    x, y = pair()
+    plan = made(48)
+    for _ in range(2):
+        plan.run(x, y)
+    (ordinary, args), (kept, given) = kernel.launches
+    assert (ordinary, kept) == ("ordinary", "kept")
+    assert args == (x, y, y, (16, 1), (16, 1), 48, 48)
+    assert given[9:] == (x.data_ptr(), y.data_ptr(), y.data_ptr(), (16, 1), (16, 1), 48, 48, 16)
+    made(50).run(x, y)  # the length is still the one that is not specialised
+    assert kernel.roads == ["ordinary", "kept", "kept"]
+
+
+def test_a_kept_launch_holds_its_compiled_kernel():
+    """Triton unloads one that nobody holds."""
+    kernel = Kernel()
+    plan, tensors = plan_of(kernel), pair()
+    plan.run(*tensors)
+    (compiled,) = [weakref.ref(compiled) for compiled, _ in launching._compiled.values()]
+    kept = plan.run(*tensors)
+    launching._compiled.clear()
+    plan._kept.clear()
+    gc.collect()
+    assert compiled() is not None
+    del kept
+    gc.collect()
+    assert compiled() is None
+
+
 NUMBERS = [0, 1, 2, 15, 16, 17, 32, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 2**63, 2**63 + 16, -1, -16, -(2**31), -(2**31) - 1]
 NUMBERS += [1.0, 16.0, 0.5, True, False, None, (1, 16), (1, 32), (16, 16), (2, 16)]
 NUMBERS += [(None, None), (None, 16), ((2.0, 0.5), None), ((4.0, 0.25), None), ((2.0, 1), None), ((2.0, 2), None)]

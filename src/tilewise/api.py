@@ -15,7 +15,8 @@ from .errors import InvalidInput
 from .functions import check_fresh as check_function
 from .keep import chosen_rows, kept, seeded
 from .operands import describe, full_rank
-from .ops import attention_op, attention_plain, attention_with_tensors, bound_problem, is_plain
+from .ops import attention_before, attention_op, attention_plain, attention_with_tensors, bound_problem
+from .plain import are_plain, is_plain, is_unwatched
 from .plan import MaskTensors, check_fresh, fill_table, planned
 from .problem import Problem, check_kind, check_kinds, check_precision, check_scale, grad_letters
 from .select import capability, table
@@ -257,9 +258,19 @@ def attention(
     (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
     tensors, bare = NO_TENSORS, True
+    plain: bool | None = None
     if deterministic is not None:
         check_flag("deterministic", deterministic, or_none=True)
-    if spec is None and return_max_logit is False and (plain := is_plain(q, k, v)):
+    # The dispatcher would turn a bool or a tensor into a float in silence.
+    if not isinstance(backend, str):
+        check_backend(backend)
+    if not isinstance(return_lse, bool):
+        check_flag("return_lse", return_lse)
+    if sm_scale is not None:
+        check_scale(sm_scale, 1)
+    if precision is not None:
+        check_precision(precision, "float32")
+    if spec is None and return_max_logit is False and is_unwatched():
         mask = _known_mask(causal, window, align, deterministic)
     else:
         whole = _with_mode(_spec(causal, window, align, spec), deterministic)
@@ -274,17 +285,15 @@ def attention(
         plain = is_plain(q, k, v, *named) and (bool(named) or return_max_logit is False)
         _check_tensors_of(whole, tensors, plain)
         mask = _text(whole)
-    if not isinstance(backend, str):
-        check_backend(backend)
-    if not isinstance(return_lse, bool):
-        check_flag("return_lse", return_lse)
-    # The dispatcher would turn a bool or a tensor into a float in silence, and refuse other kinds of tensors in words of its own.
+    if bare and plain is not False and not torch._C._is_any_autocast_enabled():
+        found = attention_before(q, k, v, mask, sm_scale, precision, backend)
+        if found is not None:
+            return found if return_lse else found[0]
+    if plain is None:  # nobody watches, and the tensors were not looked at yet
+        plain = are_plain(q, k, v)
+    # The dispatcher would refuse other kinds of tensors in words of its own.
     if not plain:
         check_kinds(q, k, v)
-    if sm_scale is not None:
-        check_scale(sm_scale, 1)
-    if precision is not None:
-        check_precision(precision, "float32")
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     if plain and bare:

@@ -10,6 +10,9 @@ A backend may have ``column_sums(problem, q, k, lse, out, tensors)`` and ``weigh
 ``jvp(problem, q, k, v, o, lse, t_o, t_lse, tangents)``, with ``tensors`` and ``rows`` for such specs, in the module that ``_JVP``
 names.
 
+``forward`` may return a launch that is all it did, if it may be repeated (``launching.Kept``: ``stream`` says whether now, and
+``launch`` takes the addresses of q, k, v, o and lse), and must return None otherwise.
+
 All fill tensors that the caller allocated. They know nothing of autograd, of one another, or of fallback; imports happen here,
 on first use, so that a machine without Triton can import tilewise.
 """
@@ -18,12 +21,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["forget", "jvp_module_of", "module_of", "second_pass_of"]
+__all__ = ["forget", "forgetters", "jvp_module_of", "module_of", "second_pass_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -39,6 +43,8 @@ _JVP = {
     "reference": "tilewise.reference",
 }
 _loaded: dict[str, ModuleType] = {}
+# What else keeps something that was made with a config, above the backends.
+forgetters: list[Callable[[], None]] = []
 
 
 def second_pass_of(backend: str) -> ModuleType:
@@ -65,9 +71,11 @@ def _load(key: str, backend: str, name: str) -> ModuleType:
 
 
 def forget() -> None:
-    """Forget every config that was looked up, here and in the backends, so that the next call sees records as they are now."""
+    """Forget every config that was looked up, and what was made of it, so that the next call sees records as they are now."""
     configs.forget()
     for name in {*_MODULES.values(), *_JVP.values()}:
         own = getattr(sys.modules.get(name), "forget", None)
         if own is not None:
             own()
+    for each in forgetters:
+        each()

@@ -15,7 +15,7 @@ that were not read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from ..arch import runtime
 from .holes import Hole, addressed, filled, has_holes
 
-__all__ = ["Launch", "Plan", "broadcast_strides"]
+__all__ = ["Kept", "Launch", "Plan", "broadcast_strides"]
 
 # Versions of Triton whose launch was read. Up to 3.6 the launcher is generated C code for each signature.
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -36,7 +36,7 @@ NAMING = PROVEN
 _MOST_KEPT = 4096
 _MOST_KINDS = 64  # of tensors (dtypes, strides, alignment) that a plan remembers
 
-_Kept = Callable[[int, list[int]], None]  # a launch with everything filled in but the stream and the addresses
+_Filled = Callable[[int, Sequence[int]], None]  # a launch with everything filled in but the stream and the addresses
 # Compiled kernels by what they were compiled for, with the way beneath their launchers.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -124,6 +124,25 @@ def tile_strides(t: torch.Tensor) -> list[int]:
     return [*outer, 1]
 
 
+class Kept:
+    """A launch that may be repeated for tensors which differ from those it was kept for in nothing but their addresses, of which
+    each is a multiple of 16 where theirs was."""
+
+    __slots__ = ("_compiled", "_device", "_kernel", "_knobs", "launch")
+
+    def __init__(self, plan: Plan, device: int, launch: _Filled, compiled: Any):
+        self.launch = launch
+        self._kernel, self._knobs, self._device = plan.kernel, plan._knobs, device
+        self._compiled = compiled  # Triton unloads a kernel that nobody holds
+
+    def stream(self) -> int | None:
+        """The stream to launch on now; None for the ordinary road: another device is the current one, or somebody watches."""
+        device = self._device
+        if device != _current_device() or _hooked(self._kernel, self._knobs):
+            return None
+        return _current_stream(device)  # type: ignore[misc]
+
+
 class Plan:
     """The launches of one kernel for one problem: all that does not depend on where the tensors lie.
 
@@ -140,6 +159,7 @@ class Plan:
         descriptor: makes the descriptor of ``(tensor, shape, strides, block)``.
         layout: whatever else ``descriptor`` depends on; part of the key.
         named: how many tensors each run names for the holes among the numbers, after the kernel's own.
+        order: which of a run's tensors each of the kernel's own is, if one of them stands for two. Default ``None``: in turn.
     """
 
     def __init__(
@@ -152,6 +172,7 @@ class Plan:
         descriptor: Callable[[torch.Tensor, list[int], list[int], list[int]], Any] | None = None,
         layout: Any = None,
         named: int = 0,
+        order: tuple[int, ...] | None = None,
     ):
         self.kernel = kernel
         self.grid = grid
@@ -161,6 +182,7 @@ class Plan:
         self.descriptor = descriptor
         self.layout = layout
         self.named = named
+        self.order = order
         self._by_pointers = None in blocks
         software = runtime()
         trusted = NAMING if named else PROVEN
@@ -171,8 +193,11 @@ class Plan:
             import triton
 
             self._knobs = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
-        # The compiled kernel beside the function that launches it: Triton unloads a kernel that nobody holds.
-        self._kept: dict[tuple[Any, ...], tuple[_Kept, Any]] = {}
+        self._kept: dict[tuple[Any, ...], Kept] = {}
+
+    def _ordered(self, own: Sequence[Any]) -> tuple[Any, ...]:
+        """What belongs to a run's own tensors, as the kernel takes these."""
+        return tuple(own) if self.order is None else tuple([own[i] for i in self.order])
 
     def args(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The positional arguments of a launch with these tensors."""
@@ -180,6 +205,7 @@ class Plan:
         if self.named:
             tensors, named = tensors[: -self.named], tensors[-self.named :]
             numbers = filled(numbers, named)
+        tensors = self._ordered(tensors)
         if self._by_pointers:
             return (*tensors, *(t.stride() for t in tiles), *numbers)
 
@@ -194,16 +220,15 @@ class Plan:
         """The launch as a value."""
         return Launch(self.kernel, self.grid, self.args(tensors), self.options)
 
-    def run(self, *tensors: torch.Tensor) -> None:
-        """Launch, on the current stream of the device of the tensors."""
+    def run(self, *tensors: torch.Tensor) -> Kept | None:
+        """Launch, on the current stream of the device of the tensors. Returns what was launched, if it was kept."""
         device = tensors[0].get_device()
         if device >= 0 and device != _current_device():
             with torch.cuda.device(device):
-                self.run(*tensors)
-            return
+                return self.run(*tensors)
         if device < 0 or not self.keeps or _hooked(self.kernel, self._knobs):
             self.launch(*tensors).run()
-            return
+            return None
         addresses = [t.data_ptr() for t in tensors]
         # Of the tensors that a run names for holes, these know all but the address.
         own = tensors[: -self.named] if self.named else tensors
@@ -212,14 +237,15 @@ class Plan:
             kind = (*kind, *[a % 16 for a in addresses[-self.named :]])
         kept = self._kept.get(kind) or self._find(kind, tensors)
         if kept is not None:
-            kept[0](_current_stream(device), addresses)  # type: ignore[misc]
+            kept.launch(_current_stream(device), addresses)  # type: ignore[misc]
+        return kept
 
-    def _find(self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[_Kept, Any] | None:
+    def _find(self, kind: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> Kept | None:
         """A kept launch for tensors of a new kind; None if there was none yet, and the ordinary road was taken."""
         key = self._key(kind)
         found = _compiled.get(key)
-        own = len(tensors) - self.named
-        values = _values(self, tensors[:own])
+        own = self._ordered(range(len(tensors) - self.named))
+        values = _values(self, tuple([tensors[i] for i in own]))
         if found is None or values is None:
             compiled = self.launch(*tensors).run()
             if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
@@ -228,18 +254,19 @@ class Plan:
                 _compiled[key] = compiled, _direct(compiled, values, own) if values else None
             return None
         compiled, direct = found
+        first = len(tensors) - self.named
         if direct is not None:
-            launch = _bind_direct(self.grid, compiled, direct, values, own)
+            launch = _bind_direct(self.grid, compiled, direct, values, own, first)
         else:
-            launch = _bind_launcher(self.grid, compiled, values, own)
+            launch = _bind_launcher(self.grid, compiled, values, own, first)
         if len(self._kept) >= _MOST_KINDS:
             self._kept.clear()
-        self._kept[kind] = launch, compiled
-        return launch, compiled
+        kept = self._kept[kind] = Kept(self, kind[0], launch, compiled)
+        return kept
 
     def _key(self, kind: tuple[Any, ...]) -> tuple[Any, ...]:
         device, *rest = kind
-        tensors, remainders = rest[: len(rest) - self.named], tuple(rest[len(rest) - self.named :])
+        tensors, remainders = self._ordered(rest[: len(rest) - self.named]), tuple(rest[len(rest) - self.named :])
         strides = [class_of(tuple(stride)) for _, stride, _ in tensors[: len(self.blocks)]] if self._by_pointers else []
         params = getattr(self.kernel, "params", ())
         first = len(tensors) + len(strides)
@@ -281,28 +308,30 @@ class _Address:
         return self.address
 
 
-def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], tensors: int) -> _Kept:
-    """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device."""
+def _bind_launcher(grid: tuple[int, ...], compiled: Any, values: list[Any], own: tuple[int, ...], named: int) -> _Filled:
+    """A kept launch by the launcher that Triton made for this kernel, which turns tiles into descriptors of the device.
+
+    ``own``: which address each of the kernel's own tensors has; ``named``: the first of those for holes.
+    """
     programs = (*grid, 1, 1)[:3]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    forms = [(v.shape, v.strides, v.tensor) if isinstance(v, _Tile) else None for v in values[:tensors]]
-    after = tuple(values[tensors:])
+    forms = [(v.shape, v.strides, v.tensor) if isinstance(v, _Tile) else None for v in values[: len(own)]]
+    after = tuple(values[len(own) :])
     again = [(i, v.tensor) for i, v in enumerate(after) if isinstance(v, _Tile)]
     holes = has_holes(after)
     # What was last put into the holes: mostly the same from call to call.
     last: tuple[list[int], tuple[Any, ...]] = ([], ())
 
-    def launch(stream: int, addresses: list[int]) -> None:
+    def launch(stream: int, addresses: Sequence[int]) -> None:
         nonlocal last
         numbers = after
         if holes:
-            where = addresses[tensors:]
+            where = list(addresses[named:])
             if where != last[0]:
                 last = where, addressed(after, where)
             numbers = last[1]
         sources = [
-            address if form is None else _Tile(_Address(address), *form)
-            for address, form in zip(addresses, forms)  # noqa: B905 (those for holes are more)
+            addresses[i] if form is None else _Tile(_Address(addresses[i]), *form) for i, form in zip(own, forms, strict=True)
         ]
         rest = numbers
         if again:
@@ -329,7 +358,7 @@ class _Direct:
 _PLAIN_MAP = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
 
 
-def _direct(compiled: Any, values: list[Any], tensors: int) -> _Direct | None:
+def _direct(compiled: Any, values: list[Any], own: tuple[int, ...]) -> _Direct | None:
     """The way beneath the launcher of a compiled kernel; None where anything is not as it was read."""
     import triton
 
@@ -355,45 +384,50 @@ def _direct(compiled: Any, values: list[Any], tensors: int) -> _Direct | None:
         launcher.kernel_signature,
     )
     if metas:  # does Triton's own expansion give the same arguments, descriptors and addresses apart?
-        args, slots = _expanded(direct, values, tensors)
-        own = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, metadata.tensordesc_meta)(values)
+        args, slots = _expanded(direct, values, own)
+        theirs = driver.wrap_handle_tensordesc(lambda *a: a[-1], compiled.src.signature, metadata.tensordesc_meta)(values)
         open_ = {at for _, at, _ in slots}
-        if len(own) != len(args) or any(
-            at not in open_ and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(own, args, strict=True))
+        if len(theirs) != len(args) or any(
+            at not in open_ and (type(x) is not type(y) or x != y) for at, (x, y) in enumerate(zip(theirs, args, strict=True))
         ):
             return None
     return direct
 
 
-def _expanded(direct: _Direct, values: list[Any], tensors: int) -> tuple[list[Any], list[tuple[int, int, tuple[Any, ...] | None]]]:
+def _expanded(
+    direct: _Direct, values: list[Any], own: tuple[int, ...]
+) -> tuple[list[Any], list[tuple[int, int, tuple[Any, ...] | None]]]:
     """The arguments of the C function with holes, and the holes: which address, where it goes, the rest of its descriptor."""
     args: list[Any] = []
     slots: list[tuple[int, int, tuple[Any, ...] | None]] = []
     maps = iter(direct.maps)
     for i, value in enumerate(values):
         if isinstance(value, _Tile):
-            slots.append((value.tensor, len(args), (*next(maps), value.shape, value.strides, 0)))
+            slots.append((own[value.tensor], len(args), (*next(maps), value.shape, value.strides, 0)))
             args += [None, *value.shape, *value.strides]
-        elif i < tensors:
-            slots.append((i, len(args), None))
+        elif i < len(own):
+            slots.append((own[i], len(args), None))
             args.append(None)
         else:
             args.append(value)
     return args, slots
 
 
-def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: list[Any], tensors: int) -> _Kept:
-    """A kept launch by the C function beneath the launcher."""
-    args, slots = _expanded(direct, values, tensors)
+def _bind_direct(
+    grid: tuple[int, ...], compiled: Any, direct: _Direct, values: list[Any], own: tuple[int, ...], named: int
+) -> _Filled:
+    """A kept launch by the C function beneath the launcher; ``own`` and ``named`` as for ``_bind_launcher``."""
+    args, slots = _expanded(direct, values, own)
     holes = [(at, value) for at, value in enumerate(args) if has_holes(value)]
     gx, gy, gz = (*grid, 1, 1)[:3]
     function, packed = compiled.function, compiled.packed_metadata
-    call, fill, flags, annotations, signature = direct.call, direct.fill, direct.flags, direct.annotations, direct.signature
+    call, fill, annotations, signature = direct.call, direct.fill, direct.annotations, direct.signature
+    cooperative, dependent = direct.flags
 
     # The allocator gives the same addresses again and again: the arguments for them, descriptors encoded, are kept.
     known: dict[tuple[int, ...], list[Any]] = {}
 
-    def launch(stream: int, addresses: list[int]) -> None:
+    def launch(stream: int, addresses: Sequence[int]) -> None:
         where = tuple(addresses)
         arguments = known.get(where)
         if arguments is None:
@@ -401,11 +435,14 @@ def _bind_direct(grid: tuple[int, ...], compiled: Any, direct: _Direct, values: 
             for i, at, rest in slots:
                 arguments[at] = addresses[i] if rest is None else fill(addresses[i], *rest)
             for at, value in holes:
-                arguments[at] = addressed(value, addresses[tensors:])
+                arguments[at] = addressed(value, addresses[named:])
             if len(known) >= _MOST_KINDS:
                 known.clear()
             known[where] = arguments
         # The five that are None: metadata for hooks, the hooks before and after, and two pieces of scratch memory.
-        call(gx, gy, gz, stream, function, *flags, packed, None, None, None, None, None, annotations, signature, arguments)
+        call(
+            gx, gy, gz, stream, function, cooperative, dependent, packed, None, None, None, None, None, annotations, signature,
+            arguments,
+        )  # fmt: skip
 
     return launch

@@ -17,7 +17,7 @@ from ...plan import BlockTable, Place
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..holes import Layout
-from ..launching import Launch, Plan
+from ..launching import Kept, Launch, Plan
 from ..tables import fill_table
 from . import bias_launch, bwd_launch, fwd
 from .bwd_launch import backward
@@ -35,6 +35,7 @@ def _fwd(
     named: int = 0,
 ) -> Plan:
     p = problem
+    order = None if _counts(config) else (0, 1, 2, 3, 4, 4)  # without a counter lse stands for it
     if form == "redo":  # it puts the flag down as the counter comes round, and is there to be right
         config = dataclasses.replace(config, dynamic=True, resident=1)
     upper, lower, has_upper, has_lower = p.bounds
@@ -83,7 +84,12 @@ def _fwd(
     queries = (1, 1, 64) if pack == 1 else (1, 1, 64 // pack, pack)
     keys = (1, 1, config.block_n)
     blocks = ((*queries, width), (*keys, width), (*keys, width_v), (*queries, min(width, width_v)))
-    return plan(fwd._fwd_kernel, programs, blocks, numbers, options, named)
+    return plan(fwd._fwd_kernel, programs, blocks, numbers, options, named, order)
+
+
+def _counts(config: HopperConfig) -> bool:
+    """Do its launches read the counter or the flag behind it?"""
+    return config.dynamic or config.guarded
 
 
 # The plans of calls without tensors in their spec.
@@ -134,7 +140,7 @@ def _plans(problem: Problem, config: HopperConfig) -> tuple[tuple[Plan, ...], bo
     A careful kernel in static order looks neither at the counter nor at the flag.
     """
     plans = tuple(_fwd_plan(problem, config, form) for form in FORMS[config.guarded])
-    return plans, config.dynamic or config.guarded, packs(problem, config)
+    return plans, _counts(config), packs(problem, config)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,7 +157,7 @@ def _plans_named(problem: Problem, config: HopperConfig, layout: Layout, place: 
     """The same for a call whose spec names tensors."""
     holes = named(layout, place)
     plans = tuple(_fwd(problem, config, form, *holes) for form in FORMS[config.guarded])
-    return plans, config.dynamic or config.guarded, packs(problem, config)
+    return plans, _counts(config), packs(problem, config)
 
 
 def _packed(t: torch.Tensor, pack: int) -> torch.Tensor:
@@ -175,9 +181,9 @@ def launches_fwd(
         plans, counts, pack = _plans(problem, config)
     else:
         plans = tuple(_fwd(problem, config, form, tensors, table) for form in FORMS[config.guarded])
-        counts, pack = config.dynamic or config.guarded, packs(problem, config)
-    counter = _counter(lse.device) if counts else lse
-    return tuple(each.launch(_packed(q, pack), k, v, _packed(o, pack), lse, counter) for each in plans)
+        counts, pack = _counts(config), packs(problem, config)
+    counter = (_counter(lse.device),) if counts else ()
+    return tuple(each.launch(_packed(q, pack), k, v, _packed(o, pack), lse, *counter) for each in plans)
 
 
 def geometries(problem: Problem) -> list[tuple[int, int, bool]]:
@@ -195,13 +201,13 @@ def forward(
     lse: torch.Tensor,
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
-) -> None:
+) -> Kept | None:
     """Fill ``o`` and ``lse`` (backend interface)."""
     if tensors.bias is not None:
         plan, counts = bias_launch.picked_fwd(problem)
         counter = _counter(lse.device) if counts else lse
         plan.run(q, k, v, o, tensors.bias, lse, lse if rows is None else rows, counter)
-        return
+        return None
     extras: list[torch.Tensor] = []
     if tensors is NO_TENSORS:
         plans, counts, pack = _picked(problem)
@@ -211,9 +217,13 @@ def forward(
         plans, counts, pack = _plans_named(problem, config, *told)
     if pack > 1:
         q, o = _packed(q, pack), _packed(o, pack)
-    counter = _counter(lse.device) if counts else lse
+    if not counts:  # one launch, of which q and o have the same addresses packed as not
+        kept = plans[0].run(q, k, v, o, lse, *extras)
+        return None if extras else kept
+    counter = _counter(lse.device)
     for each in plans:
         each.run(q, k, v, o, lse, counter, *extras)
+    return None
 
 
 def forget() -> None:

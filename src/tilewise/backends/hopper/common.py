@@ -60,9 +60,10 @@ def plan(
     numbers: tuple[Any, ...],
     options: dict[str, Any],
     named: int = 0,
+    order: tuple[int, ...] | None = None,
 ) -> Plan:
     """The launches of a kernel in a grid of one dim. ``blocks``: of the descriptors of its first tensors."""
-    return Plan(kernel, (programs,), blocks, numbers, options, descriptor, "hopper", named)
+    return Plan(kernel, (programs,), blocks, numbers, options, descriptor, "hopper", named, order)
 
 
 def together(heads: int, sharing: int, bytes_a_head: int) -> int:

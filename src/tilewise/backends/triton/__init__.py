@@ -25,7 +25,7 @@ from ...plan import WORD, Masked, MaskTensors, Place, packed_mask, packed_of, ta
 from ...problem import Problem
 from ...spec import FN_SLOTS, NO_TENSORS, SLOTS, Spec, Tensors
 from ..holes import Layout, holes_of, layout_of, mask_of, there
-from ..launching import Again, Launch, Plan, broadcast_strides
+from ..launching import Again, Kept, Launch, Plan, broadcast_strides
 from ..tables import fill_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
 from .dq_bias_launch import launch_dq_bias
@@ -514,21 +514,22 @@ def forward(
     tensors: Tensors = NO_TENSORS,
     rows: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
-) -> None:
+) -> Kept | None:
     """Fill ``o`` and ``lse``, and ``maxima`` if given (backend interface)."""
     given = (q, k, v, o, lse)
     if maxima is None and _forward_units(problem):
         with torch.cuda.device_of(q):
             wide_launch.run_forward(problem, given, tensors, rows if problem.keeps_rows else None)
-        return
+        return None
     config = configs.lookup(problem, "fwd")
     if problem.dtype == "float32":
         given = (*forward_operands(problem, q, k, v), o, lse)
     if tensors is NO_TENSORS and maxima is None:
-        _fwd_plan(problem, config).run(*given)
-        return
+        kept = _fwd_plan(problem, config).run(*given)
+        return None if problem.dtype == "float32" else kept  # float32 operands may be copies, made anew by every call
     named, told = _given(problem, tensors, config, rows if problem.keeps_rows else None, maxima)
     _fwd_named(problem, config, *told).run(*given, *named)
+    return None
 
 
 def backward(
