@@ -22,7 +22,7 @@ LAYERS = (
     ("plan", "capabilities", "configs"),
     ("reference", "backends"),
     ("select",),
-    ("batching", "ops", "ops_jvp"),
+    ("batching", "ops", "ops_jvp", "ops_second"),
     ("tile_map", "api", "merge", "cache", "second_pass"),
     ("parallel", "integrations", "cli", "testing"),
 )

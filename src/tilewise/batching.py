@@ -17,10 +17,9 @@ from .functions import function_of, names_function
 from .operands import DIMS, full_rank
 from .spec import FN_SLOTS, SLOTS, Spec
 
-__all__ = ["backward_rule", "forward_rule", "is_mapped", "jvp_rule", "second_pass_rule"]
+__all__ = ["backward_rule", "forward_rule", "is_mapped", "jvp_rule", "second_pass_rule", "second_rule"]
 
 _PLAN = SLOTS.index("plan")
-_SHARED = 3  # bias, slopes and sink: they may get a gradient of their own in each sample
 
 
 def is_mapped(t: torch.Tensor | None) -> bool:
@@ -170,6 +169,23 @@ def jvp_rule(op: Any) -> Any:
     return rule
 
 
+def _of_terms(
+    given: Sequence[Any], dims: Sequence[Any], outputs: Sequence[torch.Tensor], grad: str, size: int, batch: int
+) -> list[tuple[torch.Tensor, int | None]]:
+    """The gradients of bias, slopes and sink, each sample with its own."""
+    results: list[tuple[torch.Tensor, int | None]] = []
+    for letter, slot, t, dim, g in zip("bas", SLOTS, given, dims, outputs, strict=False):
+        if letter not in grad:
+            results.append((g, None))
+            continue
+        own = _sample(t, dim)
+        g = g.unflatten(0, (size, batch))
+        if full_rank(slot, own).shape[0] == 1:
+            g = g.sum(1, keepdim=True)
+        results.append((g.reshape(size, *own.shape), 0))
+    return results
+
+
 def backward_rule(op: Any) -> Any:
     """Arguments: do, dlse, q, k, v, o, lse, five that are no tensors, rows, the tensors of the spec."""
 
@@ -185,16 +201,29 @@ def backward_rule(op: Any) -> Any:
         spec, operands = _without_plan(args[7], _operands(args[13:], dims[13:], size, batch, grad, alone))
         outputs = op(*folded, spec, *args[8:12], *((rows, *operands) if operands or names_function(spec) else ()))
         results = [_unfolded(t, size) for t in outputs[:3]]
-        for letter, t, dim, g in zip("bas", args[13 : 13 + _SHARED], dims[13 : 13 + _SHARED], outputs[3:], strict=True):
-            if letter not in grad:
-                results.append((g, None))
-                continue
-            own = _sample(t, dim)
-            slot = SLOTS["bas".index(letter)]
-            g = g.unflatten(0, (size, batch))
-            if full_rank(slot, own).shape[0] == 1:
-                g = g.sum(1, keepdim=True)
-            results.append((g.reshape(size, *own.shape), 0))
+        results += _of_terms(args[13:], dims[13:], outputs[3:], grad, size, batch)
+        return tuple(zip(*results, strict=True))
+
+    return rule
+
+
+def second_rule(op: Any) -> Any:
+    """Arguments: do, dlse, q, k, v, five that are no tensors, six tangents, the tensors of the spec."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, count = info.batch_size, 16 + len(SLOTS)
+        dims, args = _dims(in_dims, count), (*args, *(None,) * (count - len(args)))
+        batch, grad = _sample(args[2], dims[2]).shape[0], args[9]
+        _check_function(args[5], dims[16:])
+        do, dlse, q, k, v, *moved = (_folded(args[i], dims[i], size) for i in (*range(5), 10, 11, 12))
+        of_terms = zip(SLOTS, args[13:16], dims[13:16], strict=False)
+        moved += [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
+        # If no input is mapped, the forward pass was not: its masks are those of the call alone.
+        alone = info.randomness == "same" or all(dim is None for dim in (*dims[2:5], *dims[16:]))
+        spec, operands = _without_plan(args[5], _operands(args[16:], dims[16:], size, batch, grad, alone))
+        outputs = op(do, dlse, q, k, v, spec, *args[6:10], *moved, *operands)
+        results = [_unfolded(t, size) for t in outputs[:5]]
+        results += _of_terms(args[16:], dims[16:], outputs[5:], grad, size, batch)
         return tuple(zip(*results, strict=True))
 
     return rule

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidInput
+from .errors import BackendRefused, InvalidInput
 from .spec import FN_SLOTS, Spec, Tensors
 
 __all__ = ["ScoreFunction", "check_fresh", "find", "function_of", "names_function", "score_fn"]
@@ -68,6 +68,40 @@ class ScoreFunction:
             out = self.scores(at, *places)
             (slopes,) = torch.autograd.grad(out.sum(), at, allow_unused=True) if out.requires_grad else (None,)
         return torch.zeros_like(s) if slopes is None else slopes
+
+    def curves(self, s: torch.Tensor, *places: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The first and the second derivative at the scores ``s``; ``None`` stands for 1 everywhere, and for 0.
+
+        Raises:
+            BackendRefused: autograd cannot differentiate the twin, or its derivative, once more.
+        """
+        if self.constant_slope:
+            return None, None
+        try:
+            with _Recording():
+                at = s.detach().requires_grad_()
+                if self.twin_derivative is None:
+                    slopes = self._slopes_of_twin(at, places)
+                else:
+                    slopes = self._checked(self.twin_derivative(at, *places), at, "twin_derivative")
+                followed = slopes
+                if self.twin_derivative is not None and not slopes.requires_grad:
+                    followed = self._slopes_of_twin(at, places, True)
+                bends = torch.autograd.grad(followed.sum(), at, allow_unused=True)[0] if followed.requires_grad else None
+                return slopes.detach(), bends
+        except RuntimeError as error:
+            raise BackendRefused(
+                f"score function {self.name!r} has no second derivative that autograd can find: {error}. Write its twin, or its "
+                "twin_derivative, in PyTorch operations that can be differentiated again."
+            ) from error
+
+    def _slopes_of_twin(self, at: torch.Tensor, places: tuple[torch.Tensor | None, ...], needed: bool = False) -> torch.Tensor:
+        """The derivative of the twin, as autograd records it. ``needed``: one that does not depend on the score is an error."""
+        out = self.scores(at, *places)
+        if not out.requires_grad and needed:
+            raise RuntimeError("neither twin nor twin_derivative leaves a trace of what it does to the score")
+        slopes = torch.autograd.grad(out.sum(), at, create_graph=True, allow_unused=True)[0] if out.requires_grad else None
+        return torch.zeros_like(at) if slopes is None else slopes
 
     def _checked(self, out: Any, s: torch.Tensor, what: str) -> torch.Tensor:
         if not isinstance(out, torch.Tensor):

@@ -7,7 +7,7 @@ In eager mode a Python ``autograd.Function`` stands above the operator; functorc
 (``is_plain`` of all its tensors) skips the dispatcher, which would do nothing for it but call the operator's kernel.
 Compiled and exported graphs hold the operator itself, whose Autograd kernel applies the same function, so that a graph trains as
 eager code does. ``torch.library.register_autograd`` is not used: it gives forward-mode derivatives of zero in silence. Here they
-have an operator of their own (``ops_jvp``), and second derivatives are refused with a clear error.
+have an operator of their own (``ops_jvp``), and so have second derivatives (``ops_second``).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _FORWARD = torch.ops.tilewise.attention_forward
 _BACKWARD = torch.ops.tilewise.attention_backward
 # The roads of tangents by name: ``ops_jvp``, which builds on this module, puts them here when it is imported.
 FORWARD_MODE: dict[str, Callable[..., Any]] = {}
+# And those of the derivatives of the backward pass: ``ops_second``.
+SECOND: dict[str, Callable[..., Any]] = {}
 # Real and fake kernels allocate through the same functions, so their shapes, dtypes and strides agree.
 
 
@@ -331,19 +333,6 @@ torch.library.register_vmap("tilewise::attention_forward", forward_rule(_FORWARD
 torch.library.register_vmap("tilewise::attention_backward", backward_rule(_BACKWARD), lib=_LIB)
 
 
-def _refuse_derivative(what: str) -> BackendRefused:
-    return BackendRefused(
-        f"tilewise.attention has no {what}, and none is better than a wrong one. "
-        "Use torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) where you need one."
-    )
-
-
-def _refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    unpack: Any = torch._unpack_dual  # type: ignore[attr-defined]
-    if any(t is not None and unpack(t, level=0)[1] is not None for t in tensors):
-        raise _refuse_derivative("forward-mode derivative of its backward pass")
-
-
 def _refuse_trained(spec: str, given: tuple[torch.Tensor | None, ...]) -> None:
     """Refuse tensors of a score function that require a gradient."""
     if not names_function(spec) or not torch.is_grad_enabled():
@@ -367,16 +356,18 @@ def _refuse_functorch() -> None:
 
 
 class _Backward(torch.autograd.Function):
-    """The backward operator inside a graph that is being recorded (``create_graph=True``): its own backward refuses."""
+    """The backward operator inside a graph that is being recorded (``create_graph=True``), with its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return _BACKWARD(*args)
+            grads = _BACKWARD(*args)
+        SECOND["keep_arguments"](ctx, args, grads)
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise _refuse_derivative("second derivative (backward of the backward pass)")
+        return SECOND["backward_again"](ctx, *grads)
 
 
 class _BackwardFunctorch(torch.autograd.Function):
@@ -390,19 +381,21 @@ class _BackwardFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        SECOND["keep_arguments"](ctx, inputs, output)
 
     backward = _Backward.backward
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_derivative("forward-mode derivative of its backward pass")
+        return SECOND["moved_by_rule"](ctx, tangents)
 
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
     if torch.autograd.forward_ad._current_level >= 0:
-        _refuse_tangents(*args[:7], *args[12:])
+        duals = SECOND["dual_backward"](args)
+        if duals is not None:
+            return duals
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -410,9 +403,8 @@ def _backward_autograd(*args: Any) -> Any:
 
 
 def _backward_dispatched(*args: Any) -> Any:
-    """The same where the dispatcher calls it. A graph that is being traced does not tell that it is at a level of forward mode."""
+    """The same where the dispatcher calls it."""
     _refuse_functorch()
-    _refuse_tangents(*args[:7], *args[12:])
     return _backward_autograd(*args)
 
 
@@ -448,14 +440,17 @@ def _asked(ctx: Any, grad: str, given: Sequence[torch.Tensor | None]) -> str:
     return "".join(letter for letter in grad if letter not in unwanted) if unwanted else grad
 
 
-def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, static: bool = False) -> Any:
-    """The gradients of a Function's arguments; ``static``: of all that may be asked for, since ``ctx`` has no nodes of its own."""
+def _gradients(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, static: bool = False, saved: Any = None) -> Any:
+    """The gradients of a Function's arguments; ``static``: of all that may be asked for, since ``ctx`` has no nodes of its own.
+
+    ``saved``: what stands for ``ctx.saved_tensors``.
+    """
     nothing = (None,) * len(ctx.needs_input_grad)
     differentiable = min(max(3, len(nothing) - _ARGUMENTS), len(GRADIENTS))  # q, k and v are always there
     grad = grad_letters(*ctx.needs_input_grad[:differentiable])
     if (do is None and dlse is None) or not grad:
         return nothing
-    q, k, v, o, lse, *more = ctx.saved_tensors
+    q, k, v, o, lse, *more = ctx.saved_tensors if saved is None else saved
     given = more if any(t is not None for t in more[1:]) or names_function(ctx.arguments[0]) else ()
     if not static:
         grad = _asked(ctx, grad, more[1:])

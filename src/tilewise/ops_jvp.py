@@ -9,8 +9,8 @@ q, k, v, bias, slopes and sink, any of which may be missing. Tangents come by fo
   ``o`` a second time;
 - graphs that are being traced with either of the first two in them: ``traced``.
 
-``o`` and ``lse`` may be differentiated again in reverse, whatever tangents there are. What a tangent depends on may not: its
-gradient would be a second derivative, and is refused when a backward pass asks for it.
+All outputs may be differentiated again in reverse: ``o`` and ``lse`` whatever tangents there are, ``t_o`` and ``t_lse`` by the
+inputs and by the tangents (``ops_second``). A jvp of a jvp is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from .ops import (
     _tensors_of,
     _views,
 )
+from .ops_second import add, through_tangents
 from .problem import GRADIENTS, Tangents, grad_letters
 from .spec import NO_TENSORS, SLOTS
 
@@ -118,25 +119,53 @@ def _jvp_fake(q, k, v, spec, sm_scale, precision, backend, grad, *given):
 torch.library.register_vmap("tilewise::attention_jvp", jvp_rule(_JVP), lib=_LIB)
 
 
-def _refuse_second(of_what: str) -> BackendRefused:
+def _refuse_second() -> BackendRefused:
     return BackendRefused(
-        f"tilewise.attention has no {of_what}: that is a second derivative. Detach the tangent (as MeanFlow and consistency "
-        "training do), or use torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)."
+        "tilewise.attention has no forward-mode derivative of its forward-mode derivative. Take one of the two in reverse "
+        "(torch.func.hessian, or jvp of grad), or use torch.nn.functional.scaled_dot_product_attention under "
+        "sdpa_kernel(SDPBackend.MATH)."
     )
 
 
+def _jvp_gradients(ctx: Any, do: Any, dlse: Any, dt_o: Any, dt_lse: Any, static: bool) -> Any:
+    """The gradient through o and lse, and that through their tangents."""
+    saved, tangents = ctx.saved_tensors[: 3 + _INPUTS], ctx.saved_tensors[3 + _INPUTS :]
+    marked = None if static or ctx.level is None else _moved(ctx.level)
+    grads = list(_gradients(ctx, do, dlse, static, saved if marked is None else _as_duals(saved, tangents)))
+    if dt_o is None and dt_lse is None:
+        return tuple(grads)
+    of_inputs, of_tangents = (grad_letters(*ctx.needs_input_grad[at : at + len(_MOVED)]) for at in (0, _INPUTS))
+    found, linear = through_tangents((dt_o, dt_lse), saved, tangents, ctx.arguments, of_inputs, of_tangents)
+    for at, letter in enumerate(GRADIENTS):
+        grads[at] = add(grads[at], found.get(letter))
+        grads[_INPUTS + at] = linear.get(letter)
+    return tuple(grads)
+
+
+def _as_duals(saved: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """What was saved (q, k, v, o, lse, rows, tensors of the spec) as the dual tensors that the inputs were."""
+    duals = list(saved)
+    for at, t in zip((0, 1, 2, 6, 7, 8), tangents, strict=True):
+        if t is not None:
+            duals[at] = forward_ad.make_dual(saved[at], t, level=_LEVEL)
+    return tuple(duals)
+
+
 def _jvp_backward(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) -> Any:
-    """The gradient through o and lse. That through the tangents is refused."""
-    if dt_o is not None or dt_lse is not None:
-        raise _refuse_second("gradient through the tangent of its output")
-    return _gradients(ctx, do, dlse)
+    return _jvp_gradients(ctx, do, dlse, dt_o, dt_lse, False)
 
 
 def _jvp_backward_functorch(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_lse: Any) -> Any:
     """The same for ``_JvpFunctorch``, whose ctx has no nodes of its own."""
-    if dt_o is not None or dt_lse is not None:
-        raise _refuse_second("gradient through the tangent of its output")
-    return _gradients(ctx, do, dlse, static=True)
+    return _jvp_gradients(ctx, do, dlse, dt_o, dt_lse, True)
+
+
+def _level() -> torch.Tensor | None:
+    """A dual tensor of the level of forward mode that is open: it loses its tangent where that ends."""
+    traced = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    if forward_ad._current_level < 0 or traced:
+        return None
+    return forward_ad.make_dual(torch.zeros(()), torch.zeros(()), level=_LEVEL)
 
 
 def _ordered(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -146,14 +175,15 @@ def _ordered(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Jvp(torch.autograd.Function):
-    """The operator with the gradient of its first two outputs."""
+    """The operator with its gradient. The last argument is ``_level()`` in a tuple."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            o, lse, rows, t_o, t_lse = _JVP(*_ordered(args))
-        ctx.save_for_backward(*args[:3], o, lse, rows, *args[3:_INPUTS])
-        ctx.arguments = args[-_ARGUMENTS:-1]
+            o, lse, rows, t_o, t_lse = _JVP(*_ordered(args[:-1]))
+        ctx.save_for_backward(*args[:3], o, lse, rows, *args[3 : _INPUTS + len(_MOVED)])
+        ctx.arguments = args[-1 - _ARGUMENTS : -2]
+        (ctx.level,) = args[-1]
         ctx.mark_non_differentiable(rows)
         ctx.set_materialize_grads(False)
         return o, lse, rows, t_o, t_lse
@@ -172,7 +202,7 @@ class _JvpFunctorch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        saved = (*inputs[:3], *output[:3], *inputs[3:_INPUTS])
+        saved = (*inputs[:3], *output[:3], *inputs[3 : _INPUTS + len(_MOVED)])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)  # a vmap around it wants that of a jvp rule, though this one refuses
         ctx.arguments = inputs[-_ARGUMENTS:-1]
@@ -183,7 +213,7 @@ class _JvpFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _refuse_second("forward-mode derivative of its forward-mode derivative")
+        raise _refuse_second()
 
 
 def _moved(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,9 +247,10 @@ def is_jvp_level() -> bool:
 def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given):
     """The operator where autograd may be recording; see ``ops._forward_autograd``."""
     if torch.is_grad_enabled() and not is_jvp_level():
-        found = grad_letters(*(t is not None and t.requires_grad for t in (q, k, v, *given[:3])))
-        if found or any(t is not None and t.requires_grad for t in tangents):
-            return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found or grad)
+        pairs = zip((q, k, v, *given[:3]), tangents, strict=True)
+        found = grad_letters(*(any(t is not None and t.requires_grad for t in pair) for pair in pairs))
+        if found:
+            return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level(),))
     with torch._C._AutoDispatchBelowAutograd():
         return _JVP(q, k, v, spec, sm_scale, precision, backend, grad, *tangents, *given)
 
@@ -257,7 +288,7 @@ def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     _refuse_functorch()
     tangents, given = Tangents(*given[: len(_MOVED)]), _filled(given[len(_MOVED) :])
     if tangents_of(q, k, v, given) is not None or any(_moved(t) is not None for t in tangents):
-        raise _refuse_second("forward-mode derivative of its forward-mode derivative")
+        raise _refuse_second()
     return _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
 
 

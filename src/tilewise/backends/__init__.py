@@ -27,7 +27,7 @@ from types import ModuleType
 from .. import configs
 from ..errors import BackendBroken
 
-__all__ = ["forget", "forgetters", "jvp_module_of", "module_of", "second_pass_of"]
+__all__ = ["forget", "forgetters", "jvp_module_of", "module_of", "second_derivative_module", "second_pass_of"]
 
 _MODULES = {
     "hopper": "tilewise.backends.hopper",
@@ -60,6 +60,11 @@ def module_of(backend: str) -> ModuleType:
 def jvp_module_of(backend: str) -> ModuleType:
     """The module with the forward-mode derivative of a backend that has one."""
     return _loaded.get(f"{backend} jvp") or _load(f"{backend} jvp", backend, _JVP[backend])
+
+
+def second_derivative_module() -> ModuleType:
+    """The module with the second derivatives of all backends."""
+    return _loaded.get("second") or _load("second", "torch", "tilewise.backends.torch_second")
 
 
 def _load(key: str, backend: str, name: str) -> ModuleType:

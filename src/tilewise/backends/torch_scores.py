@@ -24,10 +24,10 @@ At = tuple[slice, slice, slice, slice]  # batches, key heads, query heads of eac
 class TileScores:
     """The score steps of one call. Tiles are (batches * key heads, group * queries, keys)."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, dtype: torch.dtype):
+    def __init__(self, problem: Problem, tensors: Tensors, dtype: torch.dtype, natural: bool = False):
         self.problem, self.dtype = problem, dtype
         self.steps = problem.spec.steps
-        self.natural = problem.spec.natural
+        self.natural = natural or problem.spec.natural
         self.unit = 1.0 if self.natural else _LOG2E
         self.cap = (problem.spec.softcap or 0.0) * self.unit
         self.bias = self._grouped(tensors.bias)

@@ -110,13 +110,13 @@ def work_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class _Work:
     """What one call works with: tile sizes, plan, scratch, masks."""
 
-    def __init__(self, problem: Problem, q: torch.Tensor, tensors: Tensors):
+    def __init__(self, problem: Problem, q: torch.Tensor, tensors: Tensors, sizes: Sizes | None = None, natural: bool = False):
         self.problem = problem
         self.device = q.device
         self.dtype = work_dtype(q.dtype, q.device)
-        self.sizes = tile_sizes(problem)
+        self.sizes = sizes or tile_sizes(problem)
         self.plan = TilePlan(problem, self.sizes.block_m, self.sizes.block_n)
-        self.steps = TileScores(problem, tensors, self.dtype)
+        self.steps = TileScores(problem, tensors, self.dtype, natural)
         self.scale = problem.sm_scale * self.steps.unit
         self.seed = tensors.seed
         self.keep_scale = scale_of(problem.spec.p_dropout)
