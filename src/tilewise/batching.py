@@ -161,9 +161,6 @@ def jvp_rule(op: Any) -> Any:
         spec, operands = _without_plan(args[3], _operands(args[14:], dims[14:], size, batch, "", alone))
         outputs = op(q, k, v, spec, *args[4:8], tq, tk, tv, *moved, *operands)
         results = [_unfolded(t, size) for t in outputs]
-        if all(dim is None for dim in (*dims[:3], *dims[14:])):
-            # Only tangents differ: o, lse and rows are the same for all samples, and are not batched.
-            results[:3] = [(t if t.dim() == 1 else t[:batch].clone(), None) for t in outputs[:3]]
         return tuple(zip(*results, strict=True))
 
     return rule

@@ -191,6 +191,25 @@ class _Jvp(torch.autograd.Function):
     backward = staticmethod(_jvp_backward)  # type: ignore[assignment]
 
 
+class _BesideTangents(torch.autograd.Function):
+    """The forward operator with the gradient of ``_Jvp`` and with its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse, rows, _ = _FORWARD(*args[:3], *args[-1 - _ARGUMENTS : -1], *args[3:_INPUTS])
+        ctx.save_for_backward(*args[:3], o, lse, rows, *args[3 : _INPUTS + len(_MOVED)])
+        ctx.arguments = args[-1 - _ARGUMENTS : -2]
+        (ctx.level,) = args[-1]
+        ctx.mark_non_differentiable(rows)
+        ctx.set_materialize_grads(False)
+        return o, lse, rows
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any, _: Any) -> Any:  # type: ignore[override]
+        return _jvp_gradients(ctx, do, dlse, None, None, False)
+
+
 class _JvpFunctorch(torch.autograd.Function):
     """``_Jvp`` in the form that functorch transforms need."""
 
@@ -244,13 +263,18 @@ def is_jvp_level() -> bool:
     return innermost is not None and innermost.key() == functorch.TransformType.Jvp
 
 
+def _recording(inputs: Sequence[Any], tangents: Tangents) -> str:
+    """Which inputs need a gradient, or have tangents that need one."""
+    if not torch.is_grad_enabled() or is_jvp_level():
+        return ""
+    return grad_letters(*(any(t is not None and t.requires_grad for t in pair) for pair in zip(inputs, tangents, strict=True)))
+
+
 def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given):
     """The operator where autograd may be recording; see ``ops._forward_autograd``."""
-    if torch.is_grad_enabled() and not is_jvp_level():
-        pairs = zip((q, k, v, *given[:3]), tangents, strict=True)
-        found = grad_letters(*(any(t is not None and t.requires_grad for t in pair) for pair in pairs))
-        if found:
-            return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level(),))
+    found = _recording((q, k, v, *given[:3]), tangents)
+    if found:
+        return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level(),))
     with torch._C._AutoDispatchBelowAutograd():
         return _JVP(q, k, v, spec, sm_scale, precision, backend, grad, *tangents, *given)
 
@@ -261,7 +285,12 @@ def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tange
     o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
-        o, lse, rows, _ = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
+        found = _recording((q, k, v, *given[:3]), tangents)
+        if found:
+            own = (q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level(),))
+            o, lse, rows = _BesideTangents.apply(*own)  # type: ignore[misc]
+        else:
+            o, lse, rows, _ = _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given)
     duals = forward_ad.make_dual(o, t_o, level=_LEVEL), forward_ad.make_dual(lse, t_lse, level=_LEVEL)
     return *duals, rows, o.new_empty(0)
 

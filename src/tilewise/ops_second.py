@@ -213,8 +213,8 @@ class _SecondFunctorch(torch.autograd.Function):
 
 def _tangent(t: torch.Tensor | None) -> torch.Tensor | None:
     """The tangent of ``t`` at this level of forward mode; None if it has none, or one that is known to be zero."""
-    if t is None:
-        return None
+    if t is None or "Batched" in str(torch._C._dispatch_keys(t)):
+        return None  # the vmap of torch.autograd.functional makes no dual of a tensor that is mapped
     _, tangent = torch._unpack_dual(t, level=0)  # type: ignore[attr-defined]
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
