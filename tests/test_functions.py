@@ -361,13 +361,6 @@ def test_a_functorch_gradient_of_a_tensor_is_refused():
         torch.func.grad(loss)(TABLE)
 
 
-def test_other_derivatives_are_refused():
-    q = Q.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(tw.attention(q, K, V, spec=indexed_spec()).sum(), q, create_graph=True)
-    with pytest.raises(tw.BackendRefused, match="second derivative"):
-        grad.sum().backward()
-
-
 # Calls that have no meaning
 
 

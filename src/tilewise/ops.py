@@ -392,10 +392,10 @@ class _BackwardFunctorch(torch.autograd.Function):
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        duals = SECOND["dual_backward"](args)
-        if duals is not None:
-            return duals
+    # A graph that is being traced does not tell that it is at a level of forward mode, so the tensors are asked.
+    duals = SECOND["dual_backward"](args)
+    if duals is not None:
+        return duals
     if torch.is_grad_enabled():
         return _Backward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():

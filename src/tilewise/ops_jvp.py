@@ -161,9 +161,8 @@ def _jvp_backward_functorch(ctx: Any, do: Any, dlse: Any, _: Any, dt_o: Any, dt_
 
 
 def _level() -> torch.Tensor | None:
-    """A dual tensor of the level of forward mode that is open: it loses its tangent where that ends."""
-    traced = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    if forward_ad._current_level < 0 or traced:
+    """A dual tensor of the level of forward mode that is open: it loses its tangent where that ends. None under functorch."""
+    if torch._C._are_functorch_transforms_active():
         return None
     return forward_ad.make_dual(torch.zeros(()), torch.zeros(()), level=_LEVEL)
 
@@ -175,7 +174,7 @@ def _ordered(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Jvp(torch.autograd.Function):
-    """The operator with its gradient. The last argument is ``_level()`` in a tuple."""
+    """The operator with its gradient. The last argument is ``_level()`` in a tuple, or ``(None,)``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
@@ -270,11 +269,11 @@ def _recording(inputs: Sequence[Any], tangents: Tangents) -> str:
     return grad_letters(*(any(t is not None and t.requires_grad for t in pair) for pair in zip(inputs, tangents, strict=True)))
 
 
-def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given):
-    """The operator where autograd may be recording; see ``ops._forward_autograd``."""
+def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given, at_level: bool):
+    """The operator where autograd may be recording; see ``ops._forward_autograd``. ``at_level``: its outputs become dual tensors."""
     found = _recording((q, k, v, *given[:3]), tangents)
     if found:
-        return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level(),))
+        return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level() if at_level else None,))
     with torch._C._AutoDispatchBelowAutograd():
         return _JVP(q, k, v, spec, sm_scale, precision, backend, grad, *tangents, *given)
 
@@ -282,7 +281,7 @@ def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tange
 def dual_forward(q, k, v, spec, sm_scale, precision, backend, grad, given, tangents: Tangents):
     """What the forward operator gives, ``o`` and ``lse`` as dual tensors, outside of functorch transforms."""
     q, k, v, *given = _primals(q, k, v, *_filled(given))
-    o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
+    o, lse, rows, t_o, t_lse = _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given, True)
     if any(t is not None and "Batched" in str(torch._C._dispatch_keys(t)) for t in tangents):
         # torch.autograd.functional maps over tangents alone, and its vmap makes no dual of a tensor that is mapped itself.
         found = _recording((q, k, v, *given[:3]), tangents)
@@ -318,7 +317,7 @@ def _jvp_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):
     tangents, given = Tangents(*given[: len(_MOVED)]), _filled(given[len(_MOVED) :])
     if tangents_of(q, k, v, given) is not None or any(_moved(t) is not None for t in tangents):
         raise _refuse_second()
-    return _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given)
+    return _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents, given, False)
 
 
 _LIB.impl("attention_jvp", _jvp_autograd, "Autograd")

@@ -222,7 +222,7 @@ def _tangent(t: torch.Tensor | None) -> torch.Tensor | None:
 def _second_autograd(*args: Any) -> Any:
     """The operator where autograd may be recording."""
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    if forward_ad._current_level >= 0 and any(_tangent(t) is not None for t in tensors):
+    if any(_tangent(t) is not None for t in tensors):
         raise _refuse_third()
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Second.apply(*args)
