@@ -361,6 +361,18 @@ def test_a_functorch_gradient_of_a_tensor_is_refused():
         torch.func.grad(loss)(TABLE)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_derivative_that_is_the_score_itself(backend):
+    """It is returned in the memory of the scores, which tiles write over."""
+    spec = tw.score_fn(None, twin=lambda score, *_: 0.5 * score * score, twin_derivative=lambda score, *_: score, name="square")
+    results = []
+    for f in (lambda *t: tw.attention(*t, spec=spec, backend=backend), lambda *t: tw.reference(*t, spec)[0]):
+        leaves = [t.clone().requires_grad_() for t in (Q, K, V)]
+        results.append(torch.autograd.grad(f(*leaves).square().sum(), leaves))
+    for got, want in zip(*results, strict=True):
+        close(got, want)
+
+
 # Calls that have no meaning
 
 

@@ -332,7 +332,7 @@ def dual_tangents_of_the_operator():
 
 @pytest.mark.parametrize("attempt", [forward_over_forward, jacfwd_of_jacfwd, dual_tangents_of_the_operator])
 def test_a_forward_mode_derivative_of_one_is_refused(attempt):
-    with pytest.raises(tw.BackendRefused, match=r"no forward-mode derivative of its forward-mode derivative. Take one .* in reverse"):
+    with pytest.raises(tw.BackendRefused, match=r"no forward-mode derivative of its forward-mode .* Take one .* in reverse"):
         attempt()
 
 

@@ -62,7 +62,7 @@ class ScoreFunction:
         if self.constant_slope:
             return None
         if self.twin_derivative is not None:
-            return self._checked(self.twin_derivative(s, *places), s, "twin_derivative")
+            return self._given_slopes(s, places)
         with _Recording():
             at = s.detach().requires_grad_()
             out = self.scores(at, *places)
@@ -81,26 +81,36 @@ class ScoreFunction:
             with _Recording():
                 at = s.detach().requires_grad_()
                 if self.twin_derivative is None:
-                    slopes = self._slopes_of_twin(at, places)
+                    followed = slopes = self._slopes_of_twin(at, places)
                 else:
-                    slopes = self._checked(self.twin_derivative(at, *places), at, "twin_derivative")
-                followed = slopes
-                if self.twin_derivative is not None and not slopes.requires_grad:
-                    followed = self._slopes_of_twin(at, places, True)
+                    slopes = self._given_slopes(at, places)
+                    # One that left no trace does not depend on the score, or hides that it does: the twin tells.
+                    followed = slopes if slopes.requires_grad else self._slopes_of_twin(at, places, True)
                 bends = torch.autograd.grad(followed.sum(), at, allow_unused=True)[0] if followed.requires_grad else None
                 return slopes.detach(), bends
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise BackendRefused(
                 f"score function {self.name!r} has no second derivative that autograd can find: {error}. Write its twin, or its "
                 "twin_derivative, in PyTorch operations that can be differentiated again."
             ) from error
 
+    def _given_slopes(self, s: torch.Tensor, places: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+        """What ``twin_derivative`` says, never in the memory of the scores, which its callers write over."""
+        out = self._checked(self.twin_derivative(s, *places), s, "twin_derivative")  # type: ignore[misc]
+        return out.clone() if out.untyped_storage().data_ptr() == s.untyped_storage().data_ptr() else out
+
     def _slopes_of_twin(self, at: torch.Tensor, places: tuple[torch.Tensor | None, ...], needed: bool = False) -> torch.Tensor:
         """The derivative of the twin, as autograd records it. ``needed``: one that does not depend on the score is an error."""
         out = self.scores(at, *places)
         if not out.requires_grad and needed:
             raise RuntimeError("neither twin nor twin_derivative leaves a trace of what it does to the score")
-        slopes = torch.autograd.grad(out.sum(), at, create_graph=True, allow_unused=True)[0] if out.requires_grad else None
+        if not out.requires_grad:
+            return torch.zeros_like(at)
+        # Of an upstream gradient that needs one itself: a backward pass that cannot be followed is an error then, and not a 0.
+        upstream = torch.ones_like(out).requires_grad_()
+        slopes = torch.autograd.grad(out, at, upstream, create_graph=True, allow_unused=True)[0]
         return torch.zeros_like(at) if slopes is None else slopes
 
     def _checked(self, out: Any, s: torch.Tensor, what: str) -> torch.Tensor:

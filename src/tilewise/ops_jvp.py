@@ -270,7 +270,7 @@ def _recording(inputs: Sequence[Any], tangents: Tangents) -> str:
 
 
 def _recorded(q, k, v, spec, sm_scale, precision, backend, grad, tangents: Tangents, given, at_level: bool):
-    """The operator where autograd may be recording; see ``ops._forward_autograd``. ``at_level``: its outputs become dual tensors."""
+    """The operator where autograd may be recording; see ``ops._forward_autograd``. ``at_level``: for dual tensors."""
     found = _recording((q, k, v, *given[:3]), tangents)
     if found:
         return _Jvp.apply(q, k, v, *given, *tangents, spec, sm_scale, precision, backend, found, (_level() if at_level else None,))

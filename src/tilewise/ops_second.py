@@ -166,12 +166,13 @@ def _backward_of_second(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     c_o, c_lse, *c = (None if t is None or letter not in ctx.grad else t for letter, t in zip(_OUTPUTS, grads, strict=True))
     found = _gradient_of_jvp(do, dlse, (q, k, v), c, given, ctx.arguments, asked)
     if c_o is not None or c_lse is not None:
-        functorch = torch._C._are_functorch_transforms_active()
-        o, lse, rows, _ = _AttentionFunctorch.apply(q, k, v, *given, *ctx.arguments, asked) if functorch else _forward_autograd(
-            q, k, v, *ctx.arguments, asked, *given
-        )
-        call: Any = _BackwardFunctorch.apply if functorch else _backward_autograd
-        outputs = call(c_o, c_lse, q, k, v, o, lse, *ctx.arguments, asked, rows, *given)
+        if torch._C._are_functorch_transforms_active():
+            o, lse, rows, _ = _AttentionFunctorch.apply(q, k, v, *given, *ctx.arguments, asked)  # type: ignore[misc]
+            backward: Any = _BackwardFunctorch.apply
+        else:
+            o, lse, rows, _ = _forward_autograd(q, k, v, *ctx.arguments, asked, *given)  # type: ignore[misc]
+            backward = _backward_autograd
+        outputs = backward(c_o, c_lse, q, k, v, o, lse, *ctx.arguments, asked, rows, *given)
         linear = zip(GRADIENTS, outputs, strict=True)
         found = {letter: add(t, found.get(letter)) for letter, t in linear if letter in asked}
     wanted = [None] * _FIRST + [found.get(letter) for letter in GRADIENTS] + [None] * len(SLOTS)

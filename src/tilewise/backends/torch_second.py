@@ -261,7 +261,11 @@ def _block(work: _Work, steps: _Steps, m_block: int, at: At, x: _Inputs, out: _O
     p_sink.div_(total)
     unseen = p == 0
 
-    # Keys that nobody sees may hold anything, and 0 * NaN is not 0.
+    # What the mask hides may hold anything, and 0 * NaN is not 0.
+    if masked:
+        nobody = unseen.all(1)[..., None]
+        kt, vt, tkt, tvt = (None if one is None else one.masked_fill(nobody, 0.0) for one in (kt, vt, tkt, tvt))
+        qt, tqt = (None if one is None else one.masked_fill(empty, 0.0) for one in (qt, tqt))
     t = torch.zeros_like(p) if t is None else t.masked_fill_(unseen, 0.0)
     t_sink = steps.sink_at(steps.sink, at, row)
     dot = qt.new_zeros((*qt.shape[:2], vt.shape[-1])) if x.do is None else work.load(x.do).masked_fill(empty, 0.0)
