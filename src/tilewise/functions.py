@@ -81,13 +81,12 @@ class ScoreFunction:
             with _Recording():
                 at = s.detach().requires_grad_()
                 if self.twin_derivative is None:
-                    followed = slopes = self._slopes_of_twin(at, places)
-                else:
-                    slopes = self._given_slopes(at, places)
-                    # One that left no trace does not depend on the score, or hides that it does: the twin tells.
-                    followed = slopes if slopes.requires_grad else self._slopes_of_twin(at, places, True)
-                bends = torch.autograd.grad(followed.sum(), at, allow_unused=True)[0] if followed.requires_grad else None
-                return slopes.detach(), bends
+                    return self._curves_of_twin(at, places)
+                slopes = self._given_slopes(at, places)
+                if slopes.requires_grad:
+                    return slopes.detach(), torch.autograd.grad(slopes.sum(), at, allow_unused=True)[0]
+                # It does not depend on the score, or does so in secret: the twin tells.
+                return slopes, self._curves_of_twin(at, places, needed=True)[1]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -101,17 +100,21 @@ class ScoreFunction:
         out = self._checked(self.twin_derivative(s, *places), s, "twin_derivative")  # type: ignore[misc]
         return out.clone() if out.untyped_storage().data_ptr() == s.untyped_storage().data_ptr() else out
 
-    def _slopes_of_twin(self, at: torch.Tensor, places: tuple[torch.Tensor | None, ...], needed: bool = False) -> torch.Tensor:
-        """The derivative of the twin, as autograd records it. ``needed``: one that does not depend on the score is an error."""
+    def _curves_of_twin(
+        self, at: torch.Tensor, places: tuple[torch.Tensor | None, ...], needed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What autograd finds. ``needed``: a twin of which it knows nothing is an error, and not a constant."""
         out = self.scores(at, *places)
-        if not out.requires_grad and needed:
-            raise RuntimeError("neither twin nor twin_derivative leaves a trace of what it does to the score")
         if not out.requires_grad:
-            return torch.zeros_like(at)
-        # Of an upstream gradient that needs one itself: a backward pass that cannot be followed is an error then, and not a 0.
+            if needed:
+                raise RuntimeError("neither twin nor twin_derivative leaves a trace of what it does to the score")
+            return torch.zeros_like(at), None
         upstream = torch.ones_like(out).requires_grad_()
-        slopes = torch.autograd.grad(out, at, upstream, create_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(at) if slopes is None else slopes
+        (slopes,) = torch.autograd.grad(out, at, upstream, create_graph=True)
+        bends, followed = torch.autograd.grad(slopes.sum(), (at, upstream), allow_unused=True)
+        if followed is None:  # every derivative is linear in its upstream gradient, so this one hides what it does
+            raise RuntimeError("the derivative of twin cannot be differentiated")
+        return slopes.detach(), bends
 
     def _checked(self, out: Any, s: torch.Tensor, what: str) -> torch.Tensor:
         if not isinstance(out, torch.Tensor):
