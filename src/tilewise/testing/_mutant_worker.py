@@ -33,7 +33,7 @@ def work(task, folder):
 
     if not tilewise.__file__.startswith(task["root"]):
         raise ImportError(f"tilewise came from {tilewise.__file__}, expected {task['root']}")
-    from tilewise.testing import gauntlet, tangents
+    from tilewise.testing import gauntlet, second, tangents
     from tilewise.testing.interpreter import quicken
 
     quicken()
@@ -47,28 +47,33 @@ def work(task, folder):
         for entry in tangents.JVP_ENTRIES:
             call = entry.build()
             torch.save(tangents.JvpYardstick(call, tangents.draw_tangents(call)), f"{folder}/{entry.name}.jvp.pt")
+        for entry in second.SECOND_ENTRIES:
+            call = second.second_call(entry)
+            torch.save(second.SecondYardstick(call, tangents.draw_tangents(call)), f"{folder}/{entry.name}.second.pt")
         gauntlet.run(gauntlet.entry("one_key"), "triton")
         names = [name for name in sys.modules if name.split(".")[0] not in ("tilewise", "__main__")]
         with open(f"{folder}/modules.json", "w") as out:
             json.dump(names, out)
         return []
-    from tilewise.backends import torch_tiles
+    from tilewise.backends import torch_second, torch_tiles
     from tilewise.testing.calls import evaluate
     from tilewise.testing.mutants import split_and_merge
     from tilewise.testing.poison import poison
 
     # The sizes of real work would hold a whole entry in one tile.
     torch_tiles.BLOCK_M, torch_tiles.BLOCK_N = 64, 32
+    torch_second._ELEMENTS["cpu"] = 1 << 13
     failed = []
     for backend, name in task["runs"]:
         mode, _, of = backend.rpartition(" ")
-        yardstick = torch.load(f"{folder}/{name}{'.jvp' if mode else ''}.pt", weights_only=False)
+        yardstick = torch.load(f"{folder}/{name}{'.' if mode else ''}{mode}.pt", weights_only=False)
         if yardstick.call.spec.function is not None:
             gauntlet.entry(name).build()  # its function must be known here, too
         try:
             with poison():
                 if mode:
-                    got = tangents.evaluate_jvp(yardstick.call, yardstick.tangents, of)
+                    along = tangents.evaluate_jvp if mode == "jvp" else second.evaluate_second
+                    got = along(yardstick.call, yardstick.tangents, of)
                 else:
                     got = evaluate(yardstick.call, split_and_merge if backend == "merge" else backend)
         except Exception as error:

@@ -31,17 +31,19 @@ from .mutant_functions import FUNCTION_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
+from .mutant_second import SECOND_MUTANTS
 from .mutant_split import SPLIT_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
 from .mutant_wide import WIDE_MUTANTS
+from .second import SECOND_ENTRIES
 from .tangents import JVP_ENTRIES
 
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
-    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *SPLIT_MUTANTS),
+    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *SPLIT_MUTANTS, *SECOND_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")
@@ -152,8 +154,9 @@ def _runs(mutant: Mutant) -> list[list[str]]:
     runs = [e.name for e in GAUNTLET if not e.gpu_gib and (mutant.backend != "merge" or not (e.returns or e.build().spec.terms))]
     if mutant.backend != "triton":
         runs = [name for name in runs if entry(name).precision is None]
-    if mutant.backend.startswith("jvp "):
-        runs = [e.name for e in JVP_ENTRIES]
+    derivative = {"jvp": JVP_ENTRIES, "second": SECOND_ENTRIES}.get(mutant.backend.rpartition(" ")[0])
+    if derivative is not None:
+        runs = [e.name for e in derivative]
     rest = [] if mutant.equivalent else [name for name in runs if name not in mutant.killers]
     return [[mutant.backend, name] for name in (*mutant.killers, *rest)]
 
