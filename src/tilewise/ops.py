@@ -392,7 +392,6 @@ class _BackwardFunctorch(torch.autograd.Function):
 
 def _backward_autograd(*args: Any) -> Any:
     """The backward operator where autograd may be recording."""
-    # A graph that is being traced does not tell that it is at a level of forward mode, so the tensors are asked.
     duals = SECOND["dual_backward"](args)
     if duals is not None:
         return duals

@@ -133,7 +133,7 @@ def _check_tangents(tangents: Sequence[Any], inputs: Sequence[Any], letters: str
 def _asked_for(ctx: Any) -> list[bool]:
     """Which arguments' gradients this backward pass asks for. Where that is not to be seen: all that need one."""
     needs = list(ctx.needs_input_grad)
-    nodes = getattr(ctx, "next_functions", ())
+    nodes: Any = getattr(ctx, "next_functions", ())
     if _will_execute is None or _current_graph_task() < 0 or _asks_for_all() or torch._C._are_functorch_transforms_active():
         return needs
     for at, (node, _) in zip(ctx.places, nodes, strict=False):
@@ -212,6 +212,11 @@ class _SecondFunctorch(torch.autograd.Function):
         raise _refuse_third()
 
 
+def _forward_mode() -> bool:
+    """May a tensor have a tangent? A graph that is being traced does not tell that it is at a level of forward mode."""
+    return forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _tangent(t: torch.Tensor | None) -> torch.Tensor | None:
     """The tangent of ``t`` at this level of forward mode; None if it has none, or one that is known to be zero."""
     if t is None or "Batched" in str(torch._C._dispatch_keys(t)):
@@ -223,7 +228,7 @@ def _tangent(t: torch.Tensor | None) -> torch.Tensor | None:
 def _second_autograd(*args: Any) -> Any:
     """The operator where autograd may be recording."""
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    if any(_tangent(t) is not None for t in tensors):
+    if _forward_mode() and any(_tangent(t) is not None for t in tensors):
         raise _refuse_third()
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Second.apply(*args)
@@ -313,6 +318,8 @@ def moved_by_rule(ctx: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
 
 def dual_backward(args: Sequence[Any]) -> Any:
     """The backward operator on arguments some of which are dual tensors; None if none of them is."""
+    if not _forward_mode():
+        return None
     tensors, arguments, rows, given = _unpacked(args)
     movable = (*tensors[:5], *given[:3])
     moved = [_tangent(t) for t in movable]
@@ -344,12 +351,13 @@ def through_tangents(
     ``saved``: q, k, v, o, lse, rows and the tensors of the spec.
     """
     q, k, v, o, lse, rows, *given = saved
+    do, dlse = cotangents
     _check_tangents(tangents, (q, k, v, *given), moved)
-    found = _gradient_of_jvp(*cotangents, (q, k, v), tangents, given, arguments, grad)
+    found = _gradient_of_jvp(do, dlse, (q, k, v), tangents, given, arguments, grad)
     linear: dict[str, Any] = {}
     if moved:
         call: Any = _BackwardFunctorch.apply if torch._C._are_functorch_transforms_active() else _backward_autograd
-        outputs = call(*cotangents, q, k, v, o, lse, *arguments, moved, rows, *given)
+        outputs = call(do, dlse, q, k, v, o, lse, *arguments, moved, rows, *given)
         linear = {letter: t for letter, t in zip(GRADIENTS, outputs, strict=True) if letter in moved}
     return found, linear
 

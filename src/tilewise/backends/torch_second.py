@@ -24,7 +24,7 @@ Scores are natural and weights are made anew from them. Sums run in one order, s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -236,14 +236,27 @@ def _products(pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]], like
     return out
 
 
+def _weights(s: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weights of the scores ``s`` (in their memory), those of the sinks, and which rows have neither."""
+    top = torch.maximum(sink, s.amax(-1, keepdim=True)) if s.shape[-1] else sink
+    empty = top == _NEG_INF
+    pivot = top.masked_fill(empty, 0.0)
+    p, p_sink = s.sub_(pivot).exp_(), torch.exp(sink - pivot)
+    total = (p.sum(-1, keepdim=True) + p_sink).masked_fill_(empty, 1.0)
+    return p.div_(total), p_sink.div_(total), empty
+
+
+def _cleared(t: torch.Tensor | None, where: torch.Tensor) -> Any:
+    return None if t is None else t.masked_fill(where, 0.0)
+
+
 def _block(work: _Work, steps: _Steps, m_block: int, at: At, x: _Inputs, out: _Outputs) -> None:
-    """All that one block of rows has to do with."""
+    """All that one block of rows has to do with, by the names at the top of this file."""
     keys, masked = _visible(work, m_block)
     scale = work.problem.sm_scale
-    qt = work.load(x.q)
-    kt, vt = work.load(x.k[:, :, keys]), work.load(x.v[:, :, keys])
-    tkt, tvt = (None if t is None else work.load(t[:, :, keys]) for t in (x.tk, x.tv))
+    qt, kt, vt = work.load(x.q), work.load(x.k[:, :, keys]), work.load(x.v[:, :, keys])
     tqt = None if x.tq is None else work.load(x.tq)
+    tkt, tvt = (None if t is None else work.load(t[:, :, keys]) for t in (x.tk, x.tv))
     s = torch.bmm(qt, kt.mT).mul_(scale)
     t = _products([(tqt, kt), (qt, tkt)], s, scale) if steps.moves else None
     done = steps.carry(s, t, at, keys)
@@ -252,48 +265,41 @@ def _block(work: _Work, steps: _Steps, m_block: int, at: At, x: _Inputs, out: _O
         work.hide(s, at[3], keys)
     row = qt.new_full((*qt.shape[:2], 1), _NEG_INF)
     sink = row if work.steps.sink is None else steps.sink_at(work.steps.sink, at, row)
-    top = torch.maximum(sink, s.amax(-1, keepdim=True)) if keys.stop > keys.start else sink
-    empty = top == _NEG_INF
-    pivot = top.masked_fill(empty, 0.0)
-    p, p_sink = s.sub_(pivot).exp_(), torch.exp(sink - pivot)
-    total = (p.sum(-1, keepdim=True) + p_sink).masked_fill_(empty, 1.0)
-    p.div_(total)
-    p_sink.div_(total)
-    unseen = p == 0
+    p, p_sink, empty = _weights(s, sink)
 
     # What the mask hides may hold anything, and 0 * NaN is not 0.
+    unseen = p == 0
     if masked:
         nobody = unseen.all(1)[..., None]
-        kt, vt, tkt, tvt = (None if one is None else one.masked_fill(nobody, 0.0) for one in (kt, vt, tkt, tvt))
-        qt, tqt = (None if one is None else one.masked_fill(empty, 0.0) for one in (qt, tqt))
+        kt, vt, tkt, tvt = (_cleared(one, nobody) for one in (kt, vt, tkt, tvt))
+        qt, tqt = _cleared(qt, empty), _cleared(tqt, empty)
     t = torch.zeros_like(p) if t is None else t.masked_fill_(unseen, 0.0)
     t_sink = steps.sink_at(steps.sink, at, row)
-    dot = qt.new_zeros((*qt.shape[:2], vt.shape[-1])) if x.do is None else work.load(x.do).masked_fill(empty, 0.0)
-    dlse = torch.zeros_like(row) if x.dlse is None else work.load(x.dlse[..., None]).masked_fill(empty, 0.0)
-    a = torch.bmm(dot, vt.mT)
-    b = None if tvt is None else torch.bmm(dot, tvt.mT)
+    dot = qt.new_zeros((*qt.shape[:2], vt.shape[-1])) if x.do is None else _cleared(work.load(x.do), empty)
+    dlse = torch.zeros_like(row) if x.dlse is None else _cleared(work.load(x.dlse[..., None]), empty)
     dropped = work.dropped(p, at, keys)
-    for one in (a, b):
-        if one is not None:
-            one.masked_fill_(unseen if dropped is None else unseen | dropped, 0.0)
-            if dropped is not None:
-                one.mul_(work.keep_scale)
 
+    def kept(one: torch.Tensor) -> torch.Tensor:
+        return one if dropped is None else one.masked_fill(dropped, 0.0).mul_(work.keep_scale)
+
+    a = kept(torch.bmm(dot, vt.mT).masked_fill_(unseen, 0.0))
+    b = None if tvt is None else kept(torch.bmm(dot, tvt.mT).masked_fill_(unseen, 0.0))
     m = (p * t).sum(-1, keepdim=True) + p_sink * t_sink
     delta = (p * a).sum(-1, keepdim=True) - dlse
-    w = p * (t - m)
     if out.t_lse is not None:
         out.t_lse.copy_(m.view(out.t_lse.shape))
     if out.t_o is not None or out.dv is not None:
-        kept = (w, p) if dropped is None else tuple(one.masked_fill(dropped, 0.0).mul_(work.keep_scale) for one in (w, p))
+        w = kept(p * (t - m))
         if out.t_o is not None:
-            t_o = torch.bmm(kept[0], vt)
+            t_o = torch.bmm(w, vt)
             if tvt is not None:
-                torch.baddbmm(t_o, kept[1], tvt, out=t_o)
+                torch.baddbmm(t_o, kept(p), tvt, out=t_o)
             out.t_o.copy_(t_o.view(out.t_o.shape))
         if out.dv is not None:
             part = out.dv[:, :, keys]
-            part.add_(torch.bmm(kept[0].mT, dot).view_as(part))
+            part.add_(torch.bmm(w.mT, dot).view_as(part))
+        del w
+
     u = a * -m
     u.addcmul_(t, a.sub_(delta))
     if b is not None:
@@ -304,13 +310,9 @@ def _block(work: _Work, steps: _Steps, m_block: int, at: At, x: _Inputs, out: _O
     steps.add_sink(p_sink * (u_sink - mean), at)
     h, g = steps.back(h, g, done, unseen, at, keys)
     if out.dq is not None:
-        dq = torch.bmm(h, kt)
-        if tkt is not None:
-            torch.baddbmm(dq, g, tkt, out=dq)
-        out.dq.copy_(dq.mul_(scale).view(out.dq.shape))
+        dq = _products([(h, kt.mT), (g, None if tkt is None else tkt.mT)], qt, scale)
+        out.dq.copy_(dq.view(out.dq.shape))
     if out.dk is not None:
-        dk = torch.bmm(h.mT, qt)
-        if tqt is not None:
-            torch.baddbmm(dk, g.mT, tqt, out=dk)
+        dk = _products([(h.mT, qt.mT), (g.mT, None if tqt is None else tqt.mT)], kt, scale)
         part = out.dk[:, :, keys]
-        part.add_(dk.mul_(scale).view_as(part))
+        part.add_(dk.view_as(part))
