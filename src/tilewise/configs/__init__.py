@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
-from .split import operand_bytes, parts_of, turned
+from .halves import halves_of, operand_bytes
 from .terms import SHARED, TERMS, bias_members, term_of
 from .tiles import chunks, padded
 
@@ -102,7 +102,7 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     single = p.itemsize > 2
     if arch.kind == "hip":
         return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
-    if pass_ == "fwd" and (parts_of(p, pass_) > 1 or turned(p)):
+    if pass_ == "fwd" and halves_of(p, pass_):
         return resident + stages * streamed + 1024
     if by_descriptor(p, pass_, config) and arch.bulk_copy:
         return resident + stages * streamed + ((1 if pass_ == "fwd" else 2) * scores if single else 1024)
@@ -200,10 +200,8 @@ def default_config(problem: Problem, pass_: str) -> Config:
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
         if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
             ladder = ladder[1:]
-    elif pass_ == "fwd" and parts_of(problem, pass_) > 1:
-        ladder = [*([(128, 32, 8, 2)] if wide == 128 else []), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
-    elif pass_ == "fwd" and turned(problem):
-        ladder = [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
+    elif pass_ == "fwd" and halves_of(problem, pass_):
+        ladder = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:

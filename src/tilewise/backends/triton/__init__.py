@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, chunks, padded
-from ...configs.split import parts_of, turned
+from ...configs.halves import halves_of
 from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
@@ -29,7 +29,7 @@ from ..launching import Again, Kept, Launch, Plan, broadcast_strides
 from ..tables import fill_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
 from .dq_bias_launch import launch_dq_bias
-from .split_launch import forward_operands
+from .halves_launch import forward_operands
 
 __all__ = [
     "Launch",
@@ -61,17 +61,18 @@ def _plan(
     options: dict[str, Any],
     rests: tuple[int, ...] = (),
     named: int = 0,
+    order: tuple[int, ...] | None = None,
 ) -> Plan:
     """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides.
 
     ``rests``: the columns of the second tile of each, 0 if there is none, for kernels with a parameter for each.
     """
     if not options["BULK"]:
-        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options, named=named)
+        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options, named=named, order=order)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
     again = (Again(i, (1, 1, tiles[i][0], rest)) if rest else None for i, rest in enumerate(rests))
     given = (*((0, 0, 0, 0),) * len(tiles), *again, *numbers)
-    return Plan(kernel, grid, blocks, given, options, TensorDescriptor, named=named)
+    return Plan(kernel, grid, blocks, given, options, TensorDescriptor, named=named, order=order)
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -283,17 +284,15 @@ def _fwd(
     columns, rests, cut = _chunks(p, config, "qqvv")
     columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
-    parts, by_columns = parts_of(p, "fwd"), turned(p)
-    if by_columns:
-        tiles = (*tiles[:2], (columns[2], config.block_n), tiles[3])
+    halves = halves_of(p, "fwd")
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    negative = p.sm_scale < 0 and parts == 1
-    own = {**cut, "NEGATIVE": negative, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
+    own = {**cut, "NEGATIVE": p.sm_scale < 0 and not halves, "HALVES": halves, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named)
+    order = None if halves else (0, 1, 2, 3, 4, 4, 4, 4)  # whole operands have no units: lse stands for them
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named, order)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -400,9 +399,10 @@ def launch_fwd(
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
+    units: tuple[torch.Tensor, ...] = (),
 ) -> Launch:
-    """``q``, ``k`` and ``v`` are what ``forward_operands`` makes of those of a call."""
-    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
+    """``q``, ``k``, ``v`` and ``units`` are what ``forward_operands`` makes of those of a call."""
+    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse, *units)
 
 
 def launch_delta(
@@ -523,7 +523,8 @@ def forward(
         return None
     config = configs.lookup(problem, "fwd")
     if problem.dtype == "float32":
-        given = (*forward_operands(problem, q, k, v), o, lse)
+        operands, units = forward_operands(problem, q, k, v)
+        given = (*operands, o, lse, *units)
     if tensors is NO_TENSORS and maxima is None:
         kept = _fwd_plan(problem, config).run(*given)
         return None if problem.dtype == "float32" else kept  # float32 operands may be copies, made anew by every call
