@@ -201,7 +201,12 @@ def default_config(problem: Problem, pass_: str) -> Config:
         if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
             ladder = ladder[1:]
     elif pass_ == "fwd" and halves_of(problem, pass_):
-        ladder = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
+        bounded = problem.bounds[2] or problem.bounds[3]
+        if halves_of(problem, pass_) == 1:
+            ladder = [*([(128, 128, 8, 2)] if wide == 128 else [(64, 128, 4, 2)]), (64, 64, 4, 3)]
+        else:
+            ladder = [*([] if wide < 128 and bounded else [(128, 64, 8, 2)]), (64, 64, 4, 2)]
+        ladder += [(64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:

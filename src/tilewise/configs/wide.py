@@ -48,11 +48,12 @@ _BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256
 _POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
 _SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
 _SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
-# By the number of halves.
+# By the number of halves; and for two of at most 128 columns, where programs wait for the first tiles rather than for products.
 _HALVES = {
-    1: WideConfig(Config(128, 128, 8, 3), 64, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3), Walk(32, 128, 8, 3)),
+    1: WideConfig(Config(128, 64, 4, 3), 64, Walk(64, 128, 4, 3), Walk(64, 128, 8, 3), Walk(32, 128, 8, 3)),
     2: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3)),
 }
+_SHORT_ROWS = WideConfig(Config(64, 64, 4, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 4, 3), Walk(32, 128, 8, 3))
 _INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1), Walk(32, 256, 4, 1))
 
 
@@ -62,7 +63,7 @@ def config_of(problem: Problem) -> WideConfig:
         return _INTERPRETED
     halves = halves_of(problem, "weights")
     if halves:
-        return _HALVES[halves]
+        return _SHORT_ROWS if halves == 2 and max(problem.head_dim, problem.head_dim_v) <= 128 else _HALVES[halves]
     if problem.itemsize > 2:
         return _SINGLE_SM_90 if problem.arch.name == "sm_90" and problem.bulk else _SINGLE
     return _BULK if problem.bulk and problem.arch.bulk_copy and problem.arch.name != "sm_120" else _POINTERS

@@ -19,7 +19,7 @@ A tensor core cuts off where float32 rounds, each time: a product starts from ze
 import triton
 import triton.language as tl
 
-from .parts import load_tile, schedule
+from .parts import load_tile, schedule, store_tile
 
 
 @triton.jit
@@ -96,13 +96,16 @@ def add_values(acc, p, v, v_unit, HALVES: tl.constexpr):
 
 
 @triton.jit
-def store_halves(ptrs, x, plane, HALVES: tl.constexpr):
-    """Halves, ``plane`` elements from one another."""
+def store_halves(
+    dst, strides, batch, head, row, row_end, tile,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, HALVES: tl.constexpr, col,
+):  # fmt: skip
+    """The reverse of ``load_halves``, for whole tiles of columns."""
     if HALVES == 2:
-        tl.store(ptrs, x[0])
-        tl.store(ptrs + plane, x[1])
+        store_tile(dst, strides, batch, head * 2, row, row_end, tile[0], COLS, ROWS, COLS, BULK, False, col)
+        store_tile(dst, strides, batch, head * 2 + 1, row, row_end, tile[1], COLS, ROWS, COLS, BULK, False, col)
     else:
-        tl.store(ptrs, x)
+        store_tile(dst, strides, batch, head, row, row_end, tile, COLS, ROWS, COLS, BULK, False, col)
 
 
 @triton.jit(do_not_specialize=("heads", "rows", "blocks"))

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .bwd import _load_pivot
 from .halves import halved, load_halves, load_units, product, store_halves, transposed
-from .parts import LENGTHS, allowed, key_terms, listed, of_queries, operand, query_terms, seen, store_tile, tile_range
+from .parts import LENGTHS, allowed, key_terms, listed, of_queries, query_terms, seen, store_tile, tile_range
 from .scores import before, scored, weights
 
 _LENGTHS = (*LENGTHS, "first")
@@ -53,8 +53,8 @@ def _streamed(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _weights_kernel(
-    q, k, v, do, lse_ptr, delta_ptr, p_ptr, dsk_ptr, dsq_ptr, p_units, dsk_units, dsq_units,
-    q_units, k_units, v_units, do_units, q_strides, k_strides, v_strides, do_strides,
+    q, k, v, do, p_kept, dsk_kept, dsq_kept, lse_ptr, delta_ptr, p_units, dsk_units, dsq_units, q_units, k_units, v_units, do_units,
+    q_strides, k_strides, v_strides, do_strides, p_strides, dsk_strides, dsq_strides,
     mask, table, table_batch, table_head, table_width, score,
     first, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks, n_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DV: tl.constexpr, NEED_DK: tl.constexpr, NEED_DQ: tl.constexpr,
@@ -113,10 +113,7 @@ def _weights_kernel(
     p = tl.where(ok, p, 0.0)
     height = m_blocks * BLOCK_M
     width = n_blocks * BLOCK_N
-    planes: tl.constexpr = max(HALVES, 1)
-    first_at = (local * planes * height + start_m).to(tl.int64) * width + start_n
-    plane = height.to(tl.int64) * width
-    at = tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
+    here = tl.program_id(2)  # 0, as a number that is no constant
     # The units of a tile: of its keys where queries are summed up, and of its queries where keys are.
     of_keys = (local * m_blocks + m_block).to(tl.int64) * width + kv_pos
     of_queries_at = (local * n_blocks + n_block).to(tl.int64) * height + offs_m
@@ -124,10 +121,10 @@ def _weights_kernel(
         if HALVES > 0:
             do_unit = load_units(do_units, batch * heads_q + head, offs_m, seqlen_q)
             halves, unit = halved(p * do_unit[:, None], 0, HALVES)
-            store_halves(p_ptr + first_at + at, halves, plane, HALVES)
+            store_halves(p_kept, p_strides, here, local, start_m, height, halves, BLOCK_M, BLOCK_N, BULK, HALVES, start_n)
             tl.store(p_units + of_keys, unit)
         else:
-            tl.store(p_ptr + first_at + at, operand(p, DTYPE, WIDEN).to(p_ptr.dtype.element_ty))
+            store_tile(p_kept, p_strides, here, local, start_m, height, p, BLOCK_N, BLOCK_M, BLOCK_N, BULK, WIDEN, start_n)
     if NEED_DK or NEED_DQ:
         if HALVES > 0:  # only now: the sums of halves take registers
             dp = _streamed(
@@ -143,14 +140,14 @@ def _weights_kernel(
         if HALVES > 0:
             if NEED_DK:
                 halves, unit = halved(ds * q_unit[:, None], 0, HALVES)
-                store_halves(dsk_ptr + first_at + at, halves, plane, HALVES)
+                store_halves(dsk_kept, dsk_strides, here, local, start_m, height, halves, BLOCK_M, BLOCK_N, BULK, HALVES, start_n)
                 tl.store(dsk_units + of_keys, unit)
             if NEED_DQ:
                 halves, unit = halved(ds * k_unit[None, :], 1, HALVES)
-                store_halves(dsq_ptr + first_at + at, halves, plane, HALVES)
+                store_halves(dsq_kept, dsq_strides, here, local, start_m, height, halves, BLOCK_M, BLOCK_N, BULK, HALVES, start_n)
                 tl.store(dsq_units + of_queries_at, unit)
         else:
-            tl.store(dsk_ptr + first_at + at, operand(ds, DTYPE, WIDEN).to(dsk_ptr.dtype.element_ty))
+            store_tile(dsk_kept, dsk_strides, here, local, start_m, height, ds, BLOCK_N, BLOCK_M, BLOCK_N, BULK, WIDEN, start_n)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

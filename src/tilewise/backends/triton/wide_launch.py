@@ -95,9 +95,10 @@ def _weights(
     own |= {f"NEED_D{letter.upper()}": letter in needs for letter in "vkq"}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
+    tiles += ((tile.block_m, tile.block_n),) * 3
     grid = (m_blocks * n_blocks, heads, 1)
     # Whole operands have no units: what weights are measured from stands for them.
-    order = None if halves else (*range(9), *(4,) * 7)
+    order = None if halves else (*range(9), *(7,) * 7)
     options = {**_constants(x, config), **score_options, **own}
     return _plan(x, wide._weights_kernel, grid, tiles, numbers, options, order=order)
 
@@ -115,7 +116,7 @@ def launch_weights(
     """``given``: q, k, v, do, what weights are measured from, and delta; ``units``: those of the rows of the first four, if they are
     halves. What is kept is that of the heads of keys from ``first`` on."""
     plan = _weights(problem, config, first, kept.heads, kept.needs, mask, tensors)
-    return plan.launch(*given, *kept.tensors, *kept.units, *units)
+    return plan.launch(*given[:4], *kept.tensors, *given[4:], *kept.units, *units)
 
 
 def _columns(
@@ -209,7 +210,7 @@ def run(
         heads = min(count, heads_kv - first) * x.group
         what = (x, config, first, heads, needs)
         made = _weights_plan(*what) if plain else _weights(*what, by_rows, tensors)
-        made.run(*given, *kept.tensors, *kept.units, *units)
+        made.run(*given[:4], *kept.tensors, *given[4:], *kept.units, *units)
         for source, unit, rows, out, scale in products:
             keys_resident = out is not dq
             walk = config.keys if keys_resident else config.queries
