@@ -8,18 +8,11 @@ that is not in ``_LEAST`` multiplies operands as they are: by three TF32 product
 from __future__ import annotations
 
 from ..problem import Problem
-from .tiles import chunks
-
 __all__ = ["halves_of", "operand_bytes"]
 
 # Queries and keys from which on the copies cost less than they save; in the interpreter so that tests run both ways.
 _LEAST = {"sm_90": 1024, "cpu": 96}
-_WIDEST = 128  # columns up to which a forward pass holds a tile of queries in this form
-
-
-def _fits(problem: Problem, pass_: str) -> bool:
-    sizes = (problem.head_dim, problem.head_dim_v)
-    return pass_ != "fwd" or (max(sizes) <= _WIDEST and not any(chunks(size)[1] for size in sizes))
+_WIDEST = 256  # columns up to which a forward pass holds a tile of queries in this form, in one tile whatever their number is
 
 
 def halves_of(problem: Problem, pass_: str) -> int:
@@ -31,7 +24,7 @@ def halves_of(problem: Problem, pass_: str) -> int:
     p, least = problem, _LEAST.get(problem.arch.name)
     if p.dtype != "float32" or least is None or not p.bulk or min(p.seqlen_q, p.seqlen_k) < least:
         return 0
-    if pass_ not in ("fwd", "weights") or not _fits(p, pass_):
+    if pass_ not in ("fwd", "weights") or (pass_ == "fwd" and max(p.head_dim, p.head_dim_v) > _WIDEST):
         return 0
     return 1 if p.precision == "tf32" else 2
 

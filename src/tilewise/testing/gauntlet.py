@@ -65,11 +65,12 @@ def _lowest_rows(call: Call) -> None:
 
 def _uneven_rows(call: Call) -> None:
     """Rows of many magnitudes, in which neighbours differ; those of keys past the number of queries are huge."""
-    for t, span in ((call.q, 3), (call.k, 3), (call.v, 15), (call.do, 15)):
+    far, huge = (15, 1e20) if torch.finfo(call.q.dtype).max > 1e30 else (3, 100.0)
+    for t, span in ((call.q, 3), (call.k, 3), (call.v, far), (call.do, far)):
         places = torch.arange(t.shape[2], device=t.device)
         t.mul_(torch.exp2((places * 7 % (2 * span + 1) - span).to(t.dtype))[:, None])
     for t in (call.k, call.v):
-        t[:, :, call.q.shape[2] :] *= 1e20
+        t[:, :, call.q.shape[2] :] *= huge
 
 
 def _of_one_sign(call: Call) -> None:

@@ -252,10 +252,10 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
     return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
-def _chunks(problem: Problem, config: Config, names: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
+def _chunks(problem: Problem, whole: bool, names: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
     """The columns of the first and of the second tile of each of these tensors ("q" as wide as q and k, "v" as v, o and do), and
-    the constants of a kernel that may take columns in two tiles."""
-    (d, rest), (dv, rest_v) = chunks(problem.head_dim, config.split), chunks(problem.head_dim_v, config.split)
+    the constants of a kernel that may take columns in two tiles; ``whole``: one tile holds them all."""
+    (d, rest), (dv, rest_v) = chunks(problem.head_dim, whole), chunks(problem.head_dim_v, whole)
     first, second = ({"q": d, "v": dv}[name] for name in names), ({"q": rest, "v": rest_v}[name] for name in names)
     return tuple(first), tuple(second), {"BLOCK_D": d, "BLOCK_DV": dv, "REST": rest, "REST_V": rest_v}
 
@@ -275,16 +275,15 @@ def _fwd(
     maxima: Any = None,
     named: int = 0,
 ) -> Plan:
-    p = problem
+    p, halves = problem, halves_of(problem, "fwd")
     grid, scalars, options = _settings(p, config, "fwd")
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     # A hidden score is -inf before it is scaled where a table lists its tile, and 0 * -inf is no score.
     scale = abs(p.sm_scale) * _steps(p)[0] or (0.0 if mask is None else 2.0**-126)
-    columns, rests, cut = _chunks(p, config, "qqvv")
+    columns, rests, cut = _chunks(p, config.split > 1 or halves > 0, "qqvv")
     columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
-    halves = halves_of(p, "fwd")
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
@@ -321,7 +320,7 @@ def _dkdv(
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
-    columns, rests, cut = _chunks(p, config, "qqvvqv")
+    columns, rests, cut = _chunks(p, config.split > 1, "qqvvqv")
     tiles = tuple(zip(rows, (*columns[:3], columns[3] // config.split, columns[4], columns[5] // config.split), strict=True))
     numbers = (
         *(*masked, score, _drop(p, tensors)),
@@ -346,7 +345,7 @@ def _dq(
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    columns, rests, cut = _chunks(p, config, "qqvvq")
+    columns, rests, cut = _chunks(p, config.split > 1, "qqvvq")
     tiles = tuple(zip(rows, columns, strict=True))
     numbers = (
         *(*masked, score, dslopes, _drop(p, tensors)),
