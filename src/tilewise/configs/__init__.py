@@ -195,14 +195,14 @@ def default_config(problem: Problem, pass_: str) -> Config:
         return Config(32, 64, 4, 1, split) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1, split)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
-    if wide > 256:
+    if pass_ == "fwd" and halves_of(problem, pass_):
+        ladder = [*_halves_ladder(problem, wide), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
+    elif wide > 256:
         ladder = _wide_ladder(problem, pass_)
     elif problem.arch.kind == "hip":
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
         if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
             ladder = ladder[1:]
-    elif pass_ == "fwd" and halves_of(problem, pass_):
-        ladder = [*_halves_ladder(problem, wide), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
@@ -232,12 +232,12 @@ def default_config(problem: Problem, pass_: str) -> Config:
 def _halves_ladder(problem: Problem, wide: int) -> list[tuple[int, ...]]:
     """Configs of a forward pass whose operands are float32 in halves, best guess first: measured at 64 and 128."""
     bounded = problem.bounds[2] or problem.bounds[3]
-    split = 2 if padded(problem.head_dim_v) > 128 else 1  # programs that share the columns of o: a sum of 256 fills the registers
+    split = max(1, padded(problem.head_dim_v) // 128)  # programs that share the columns of o: a sum of 256 fills the registers
     if halves_of(problem, "fwd") == 1:
-        first = {128: (128, 128, 8, 2), 256: (128, 64, 8, 2, split)}
+        first = {128: (128, 128, 8, 2), 256: (128, 64, 8, 2, split), 512: (128, 32, 8, 2, split)}
         return [first.get(wide, (64, 128, 4, 2)), (64, 64, 4, 3, split)]
-    if wide == 256:
-        return [(128, 32, 8, 2, split), (64, 32, 4, 2, split)]
+    if wide > 128:
+        return [(128, 32, 8, 2, split), (64, 32, 4, 2, split), (64, 16, 4, 2, split)]
     return [*([] if wide < 128 and bounded else [(128, 64, 8, 2)]), (64, 64, 4, 2)]
 
 

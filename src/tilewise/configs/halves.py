@@ -12,7 +12,7 @@ __all__ = ["halves_of", "operand_bytes"]
 
 # Queries and keys from which on the copies cost less than they save; in the interpreter so that tests run both ways.
 _LEAST = {"sm_90": 1024, "cpu": 96}
-_WIDEST = 256  # columns up to which a forward pass holds a tile of queries in this form, in one tile whatever their number is
+_WIDEST = 512  # columns up to which a forward pass holds a tile of queries in this form, in one tile whatever their number is
 
 
 def halves_of(problem: Problem, pass_: str) -> int:
