@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--only", default="", metavar="TEXT", help="the inputs whose name contains TEXT: one that failed, say")
-    parser.add_argument("--dtype", default="", metavar="NAME", help="the inputs of this dtype: float32, bfloat16, float16 or float64")
+    parser.add_argument("--dtype", default="", metavar="NAME", help="the inputs of this dtype: float32, bfloat16, ...")
     parser.add_argument("--quick", action="store_true", help="two dtypes, small inputs, few random problems, nothing large")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default 0); a failure repeats with it")
     parser.add_argument(

@@ -8,6 +8,7 @@ that is not in ``_LEAST`` multiplies operands as they are: by three TF32 product
 from __future__ import annotations
 
 from ..problem import Problem
+
 __all__ = ["halves_of", "operand_bytes"]
 
 # Queries and keys from which on the copies cost less than they save; in the interpreter so that tests run both ways.

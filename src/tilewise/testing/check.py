@@ -267,7 +267,7 @@ def jobs(
     only: str = "",
     dtype: str = "",
 ) -> list[Job]:
-    """The work of ``check`` as a list, in order; see there. ``only``: that whose name contains this; ``dtype``: that of this dtype."""
+    """The work of ``check`` as a list, in order; see there. ``only``: whose name contains this; ``dtype``: of this dtype."""
     where = default_device() if device is None else torch.device(device)
     for name in backends or []:
         capability(name)

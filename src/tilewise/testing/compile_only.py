@@ -167,12 +167,15 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
     maxima = t["lse"] if problem.spec.returns == "max_logit" else None
     forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
     units = _units(problem, "fwd", t["q"], t["k"], t["v"])
-    taken = (*(_halves(problem, t[name], "fwd") for name in "qkv"), t["o"], t["lse"])
+    q, k, v = (_halves(problem, t[name], "fwd") for name in "qkv")
     backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
     kept = t["pivots"] if problem.keeps_rows else None
     by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *taken, masks["fwd"], tensors, kept, maxima, units)),
+        "fwd": (
+            chosen["fwd"],
+            backend.launch_fwd(problem, chosen["fwd"], q, k, v, t["o"], t["lse"], masks["fwd"], tensors, kept, maxima, units),
+        ),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
@@ -233,7 +236,8 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     p, tile = problem, config.weights
     t, tensors = _tensors(p), _operands(p)
     sides = [_masked(p, tensors, name, tile) for name in ("dq", "dk")]
-    kept = wide_launch.keep(p, config, units_kept(p), "vkq", torch.float16 if halves_of(p, "weights") else t["q"].dtype, torch.device("cpu"))
+    dtype = torch.float16 if halves_of(p, "weights") else t["q"].dtype
+    kept = wide_launch.keep(p, config, units_kept(p), "vkq", dtype, torch.device("cpu"))
     given = tuple(_halves(p, t[name], "weights") for name in ("q", "k", "v", "do"))
     units = _units(p, "weights", *(t[name] for name in ("q", "k", "v", "do")))
     weights = wide_launch.launch_weights(p, config, 0, (*given, t["pivots"], t["delta"]), kept, sides[0], tensors, units)

@@ -66,7 +66,7 @@ def _lowest_rows(call: Call) -> None:
 def _uneven_rows(call: Call) -> None:
     """Rows of many magnitudes, in which neighbours differ; those of keys past the number of queries are huge."""
     far, huge = (15, 1e20) if torch.finfo(call.q.dtype).max > 1e30 else (3, 100.0)
-    for t, span in ((call.q, 3), (call.k, 3), (call.v, far), (call.do, far)):
+    for t, span in ((call.q, 3), (call.k, 3), (call.v, far), *([] if call.do is None else [(call.do, far)])):
         places = torch.arange(t.shape[2], device=t.device)
         t.mul_(torch.exp2((places * 7 % (2 * span + 1) - span).to(t.dtype))[:, None])
     for t in (call.k, call.v):
@@ -742,7 +742,14 @@ GAUNTLET: tuple[Entry, ...] = (
     Entry("halves_long", "the same at a length of real work", (1, 4, 2, 1100, 1301, 128, 128), causal(), loss="o+lse", gpu_gib=1),
     Entry("halves_long_64", "the same in other tiles", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), gpu_gib=1),
     Entry("halves_long_256", "the same in other tiles", (1, 2, 1, 1100, 1301, 256, 192), terms="softcap:5", gpu_gib=1),
-    Entry("halves_long_uneven", "the same with uneven rows", (1, 4, 2, 1100, 1301, 128, 96), causal("top_left"), values="uneven_rows", gpu_gib=1),
+    Entry(
+        "halves_long_uneven",
+        "the same with uneven rows",
+        (1, 4, 2, 1100, 1301, 128, 96),
+        causal("top_left"),
+        values="uneven_rows",
+        gpu_gib=1,
+    ),
     Entry("halves_steep", "sums of one sign, which are cut off", (1, 2, 2, 2048, 4096, 128, 128), values="of_one_sign", gpu_gib=1),
     Entry("tf32_long", "the same", (1, 4, 2, 1100, 1301, 128, 128), causal(), precision="tf32", loss="o+lse", gpu_gib=1),
     Entry("tf32_long_64", "the same", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), precision="tf32", gpu_gib=1),

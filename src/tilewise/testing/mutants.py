@@ -28,10 +28,10 @@ from .gauntlet import GAUNTLET, entry
 from .mutant_columns import COLUMN_MUTANTS
 from .mutant_drop import DROP_MUTANTS
 from .mutant_functions import FUNCTION_MUTANTS
+from .mutant_halves import HALVES_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
-from .mutant_halves import HALVES_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
 from .mutant_wide import WIDE_MUTANTS

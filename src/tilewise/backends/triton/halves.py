@@ -1,17 +1,19 @@
 """float32 operands as float16 halves in units of their rows: the form that tensor cores multiply fastest.
 
-A row is multiplied by the power of two that brings its largest number to 2^14 or above, but below 2^15; its ``unit`` is the inverse.
-A number is then ``(high + low) * unit`` with 11 bits in each half: 22 bits and the sign of ``low``, as many as float32 has but for
-half a unit in its last place. (Of numbers 2^17 times smaller than the largest of their row, what lies below 2^-40 of that is
-lost.) A product of two numbers is three: ``high high + high low + low high``, and what is left out is below 2^-24 of it. HALVES = 2
-stands for that. HALVES = 1 keeps ``high`` alone, which has the 11 bits that TF32 reads of an operand, and HALVES = 0 for whole operands.
+A row is multiplied by the power of two that brings its largest number to 2^14 or above, but below 2^15; its ``unit`` is the
+inverse. A number is then ``(high + low) * unit`` with 11 bits in each half: 22 bits and the sign of ``low``, as many as float32 has
+but for half a unit in its last place. (Of numbers 2^17 times smaller than the largest of their row, what lies below 2^-40 of that
+is lost.) A product of two numbers is three: ``high high + high low + low high``, and what is left out is below 2^-24 of it. HALVES = 2
+stands for that. HALVES = 1 keeps ``high`` alone, which has the 11 bits that TF32 reads of an operand; HALVES = 0 is for whole
+operands.
 
 Units are powers of two, so nothing is rounded where they are multiplied. In a product ``a b^T`` of rows they are factors of the
-result. Where rows are summed up (those of v in ``p v``, of q in ``ds^T q``) they go into the weights, which get units of their own: one
-for each row of the result in each tile (``halved``). So a row that nobody may see changes nothing for others, whatever is in it.
+result. Where rows are summed up (those of v in ``p v``, of q in ``ds^T q``) they go into the weights, which get units of their own:
+one for each row of the result in each tile (``halved``). So a row that nobody may see changes nothing for others, whatever it
+holds.
 
-Infinity is its own high half, with 0 as the low one, and small products that are not finite count for nothing (GUARD), so that a key
-of -inf has the weight 0. Where rows are summed up nothing asks: what meets an infinity there is NaN.
+Infinity is its own high half, with 0 as the low one, and small products that are not finite count for nothing (GUARD), so that a
+key of -inf has the weight 0. Where rows are summed up nothing asks: what meets an infinity there is NaN.
 
 A tensor core cuts off where float32 rounds, each time: a product starts from zero, with the small ones, and is added up outside.
 """
@@ -44,7 +46,8 @@ def load_units(units, head, rows, row_end):
 @triton.jit
 def load_halves(
     src, strides, batch, head, row, row_end,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BULK: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr, col=0,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BULK: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr, col=0,
 ):  # fmt: skip
     """``load_tile``, or the two halves of a tile: those of head h lie at 2 h and 2 h + 1."""
     if HALVES == 2:

@@ -4,8 +4,8 @@ Beyond 256 columns (64 for float32 inputs, whose operands take registers twice o
 that kernels that make scores and gradients at once have small tiles, and make all scores anew for each part of the columns. Here
 ``_weights_kernel`` makes ``p`` and ``ds`` of a tile of queries by keys, the columns of q, k, v and do streaming past it;
 ``_keys_kernel`` makes ``dv = p^T do`` and ``dk = sm_scale ds^T q`` of them, and ``_queries_kernel`` ``dq = sm_scale ds k``: five
-products, none of them twice. What is kept is rounded to the dtype of the inputs, as operands of those products are in any case; float32
-is kept in halves (``halves.py``), ds once for each sum, with units of that.
+products, none of them twice. What is kept is rounded to the dtype of the inputs, as operands of those products are in any case;
+float32 is kept in halves (``halves.py``), ds once for each sum, with units of that.
 
 What is kept lies as [1, query heads, queries, keys], lengths rounded up to whole tiles, for some heads of keys from number
 ``first`` on (of all batches). Only tiles in which a pair may be seen are written, and no others are read. No atomics: the bits
@@ -57,7 +57,8 @@ def _weights_kernel(
     q_strides, k_strides, v_strides, do_strides, p_strides, dsk_strides, dsq_strides,
     mask, table, table_batch, table_head, table_width, score,
     first, heads_q, heads_kv, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks, n_blocks,
-    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr, NEED_DV: tl.constexpr, NEED_DK: tl.constexpr, NEED_DQ: tl.constexpr,
+    STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
+    NEED_DV: tl.constexpr, NEED_DK: tl.constexpr, NEED_DQ: tl.constexpr,
     HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, RAGGED: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,

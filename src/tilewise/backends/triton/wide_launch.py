@@ -18,7 +18,10 @@ from ..launching import Launch, Plan
 from . import wide, wide_fwd
 from .halves_launch import halve
 
-__all__ = ["Kept", "geometries", "keep", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights", "run", "run_forward"]
+__all__ = [
+    *("Kept", "geometries", "keep", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights"),
+    *("run", "run_forward"),
+]
 
 
 def geometries(problem: Problem) -> list[Geometry]:
@@ -41,8 +44,11 @@ def _blocks(problem: Problem, config: WideConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of ``heads`` query heads: p, ds as dk reads it and ds as dq does, [1, heads, queries, keys], or their halves, whose
-    ``units`` are [heads, tiles, places]. One stands for another that nobody ``needs`` (letters of the gradients); a whole ds is both."""
+    """What is kept of ``heads`` query heads: p, ds as dk reads it and ds as dq does, [1, heads, queries, keys], or their halves.
+
+    Those have ``units``, [heads, tiles, places]. One tensor stands for another that nobody ``needs`` (letters of the gradients); a
+    whole ds is both.
+    """
 
     heads: int
     needs: str
@@ -113,8 +119,10 @@ def launch_weights(
     tensors: Tensors = NO_TENSORS,
     units: tuple[torch.Tensor, ...] = (),
 ) -> Launch:
-    """``given``: q, k, v, do, what weights are measured from, and delta; ``units``: those of the rows of the first four, if they are
-    halves. What is kept is that of the heads of keys from ``first`` on."""
+    """What is kept is that of the heads of keys from ``first`` on.
+
+    ``given``: q, k, v, do, what weights are measured from, and delta; ``units``: those of the rows of the first four, if halves.
+    """
     plan = _weights(problem, config, first, kept.heads, kept.needs, mask, tensors)
     return plan.launch(*given[:4], *kept.tensors, *given[4:], *kept.units, *units)
 
