@@ -3,9 +3,9 @@
 A row is multiplied by the power of two that brings its largest number to 2^14 or above, but below 2^15; its ``unit`` is the
 inverse. A number is then ``(high + low) * unit`` with 11 bits in each half: 22 bits and the sign of ``low``, as many as float32 has
 but for half a unit in its last place. (Of numbers 2^17 times smaller than the largest of their row, what lies below 2^-40 of that
-is lost.) A product of two numbers is three: ``high high + high low + low high``, and what is left out is below 2^-24 of it. HALVES = 2
-stands for that. HALVES = 1 keeps ``high`` alone, which has the 11 bits that TF32 reads of an operand; HALVES = 0 is for whole
-operands.
+is lost.) A product of two numbers is three: ``high high + high low + low high``, and what is left out is below 2^-24 of it.
+HALVES = 2 stands for that. HALVES = 1 keeps ``high`` alone, which has the 11 bits that TF32 reads of an operand; HALVES = 0 is for
+whole operands.
 
 Units are powers of two, so nothing is rounded where they are multiplied. In a product ``a b^T`` of rows they are factors of the
 result. Where rows are summed up (those of v in ``p v``, of q in ``ds^T q``) they go into the weights, which get units of their own:
