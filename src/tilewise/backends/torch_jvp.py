@@ -122,7 +122,7 @@ def _jvp_tile(work: _Work, scores: _Scores, m_block: int, at: At, tile: _Tile) -
         if masked:
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
-        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)
         alpha = work.steps.weights(m_i, pivot)
         p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))

@@ -50,6 +50,14 @@ def _very_low(call: Call) -> None:
     call.k[..., 0] = -8.5 / call.scale
 
 
+def _overflowed_keys(call: Call) -> None:
+    """The scores of the first 300 keys are -inf in float32 (very low in float16), those of the last ones are not."""
+    far = 1e20 if torch.finfo(call.q.dtype).max > 1e30 else 200.0
+    call.q[..., 0] = far
+    call.k[..., 0] = 0.0
+    call.k[:, :, :300, 0] = -far
+
+
 def _beyond_cap(call: Call) -> None:
     """Scores of about 4 and up to 15: beyond a cap of 2 they are nearly flat, and some are not."""
     call.q.mul_(4.0)
@@ -86,6 +94,7 @@ _VALUES: dict[str, Callable[[Call], None]] = {
     "uneven_rows": _uneven_rows,
     "of_one_sign": _of_one_sign,
     "overflow_spike": _overflow_spike,
+    "overflowed_keys": _overflowed_keys,
     "late_spike": _late_spike,
     "very_low": _very_low,
 }
@@ -357,6 +366,8 @@ GAUNTLET: tuple[Entry, ...] = (
         (1, 2, 2, 70, 140, 32, 32),
         values="overflow_spike",
     ),
+    Entry("overflowed_keys", "-inf - -inf in a free tile", (1, 2, 1, 40, 333, 16, 16), values="overflowed_keys"),
+    Entry("overflowed_wide", "the same in wide heads", (1, 2, 1, 40, 333, 272, 16), values="overflowed_keys"),
     Entry("late_spike", "an accumulator or a sum that is not multiplied by alpha", (1, 2, 2, 70, 137, 32, 32), values="late_spike"),
     Entry(
         "very_low", "padded keys that score 0 where every real score is below -128", (1, 2, 2, 70, 139, 32, 32), values="very_low"
