@@ -238,9 +238,9 @@ def attention(
         BackendRefused: a NotImplementedError with every reason.
 
     Gradients flow to q, k and v, and to the bias, slopes and sinks of the spec, through both ``o`` and ``lse``; only those asked
-    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors; not with dropout, score functions or the
-    largest score), with a backward pass through the primal outputs beside them; second derivatives are refused. Under
-    ``torch.autocast`` q, k and v are cast to the autocast dtype unless they are float64, as PyTorch's own attention does.
+    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors; not of the largest score), with a backward
+    pass through the primal outputs beside them; second derivatives are refused. Under ``torch.autocast`` q, k and v are cast to
+    the autocast dtype unless they are float64, as PyTorch's own attention does.
 
     Deterministic: the forward pass gives the same bits on every run of one configuration on one device, and so does the backward
     pass, but for a kernel of the ``hopper`` backend that adds dq up in memory in any order: ``deterministic`` says whether it may.

@@ -207,17 +207,14 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
             no("function", f"this process has not registered the score function {p.spec.function}: use tilewise.score_fn")
         elif function.fn is None and c.triton is not None:
             no("function", f"score function {function.name!r} has no Triton function: give tilewise.score_fn an fn")
-        elif not function.differentiable and set(p.grad) - set("vs"):
+        elif not function.differentiable and (set(p.grad) - set("vs") or set(p.jvp) - set("vs")):
             text = f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 where it is that"
             no("gradient", text)
     if p.spec.returns and p.spec.returns not in c.returns:
         no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     if p.jvp:
-        alone = [term for term in p.spec.terms if term == "fn" or term not in (*SCORES, *MASKS)]
         if not c.jvp:
             no("jvp", "a forward-mode derivative is asked for, it has none")
-        elif alone:
-            no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
         elif p.spec.returns:
             no("jvp", f"the call wants {p.spec.returns}, of which it has no forward-mode derivative")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]

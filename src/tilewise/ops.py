@@ -548,7 +548,9 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return *FORWARD_MODE["by_rule"](ctx, tangents), None, None
+        rows = ctx.saved_tensors[5]
+        # Under vmap PyTorch forgets that rows have no derivative, and breaks where there is none.
+        return *FORWARD_MODE["by_rule"](ctx, tangents), torch.zeros_like(rows) if rows.numel() else None, None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):

@@ -23,7 +23,7 @@ DENSE_128 = "heads=4 seqlen=4096 head_dim=128 mask=dense dense=bool:11qk grad=qk
 SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas jvp=qkvas"
 BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb jvp=qkvb"
 SHARED_64 = "batch=4 heads=4 seqlen=4096 head_dim=64 mask=bias bias=bfloat16:1hqk grad=qkvb"
-DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv"
+DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv jvp=qkv"
 WIDE_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal grad=qkv"
 LONG_512 = "heads=1 seqlen=65536 head_dim=512 mask=causal grad=qkv"  # too long for weights to be kept
 TERMS_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal,softcap:30.0,bias,segment grad=qkvb"
@@ -126,6 +126,8 @@ SPILL = {
 }
 
 SPILL |= {
+    ("sm_90", DROPOUT_128, "jvp"): 256,
+    ("gfx942", DROPOUT_128, "jvp"): 256,
     ("sm_90", SINGLE_64, "jvp"): 2816,
     ("sm_120", CAUSAL_64, "jvp"): 128,
     ("sm_120", SCORES_128, "jvp"): 512,
