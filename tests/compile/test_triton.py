@@ -127,6 +127,7 @@ SPILL = {
 
 SPILL |= {
     ("sm_90", DROPOUT_128, "jvp"): 256,
+    ("sm_90", DOCUMENTS_128, "jvp"): 16,
     ("gfx942", DROPOUT_128, "jvp"): 256,
     ("sm_90", SINGLE_64, "jvp"): 2816,
     ("sm_120", CAUSAL_64, "jvp"): 128,
