@@ -216,8 +216,8 @@ def attention(
         return_lse: also return ``lse``. Default False.
         return_max_logit: also return the largest score of each batch and head, for QK-clip. Default False.
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
-            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster; three products of
-            bfloat16 parts (about 5) may stand for one of them, never anything less accurate.
+            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster; products of as many bits in
+            another form may stand for them, never of fewer (docs/sizes.md).
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
         spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
