@@ -146,6 +146,7 @@ def test_command_in_processes_gives_the_rows_of_one(tmp_path, capsys, in_one_pro
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--json", "/no/such/folder/x.json"], "--json is"),
+        (["--dtype", "single"], "--dtype is 'single', expected one of float32, float16, bfloat16, float64"),
         (["--only", "no such input"], "--only is 'no such input', which no input's name contains"),
     ],
 )
@@ -166,6 +167,13 @@ def test_command_runs_only_what_is_named(capsys):
     assert "thin_window_causal " in out
     assert "ragged_full" not in out
     assert "case " not in out
+
+
+def test_command_runs_only_the_dtype_that_is_named(capsys):
+    assert main([*QUICK, "--only", "thin_window", "--dtype", "float16"]) == 0
+    out = capsys.readouterr().out
+    assert "float16   thin_window" in out
+    assert "float32" not in out
 
 
 def test_a_backend_that_takes_a_bias_in_bulk_only_gets_such():

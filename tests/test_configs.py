@@ -7,8 +7,9 @@ import pytest
 
 import tilewise
 from tilewise import configs
-from tilewise.arch import Runtime
+from tilewise.arch import ARCHS, Runtime
 from tilewise.configs import Config
+from tilewise.configs.wide import units_kept
 from tilewise.problem import Problem
 
 ODD = "dtype=float16 heads=5/1 seqlen=127x256 head_dim=100/3 mask=upper:0,lower:1,align:top_left arch=sm_90"
@@ -54,6 +55,16 @@ def test_programs_that_share_columns_have_sixteen_each(arch, dims, dtype):
         columns = wide.head_dim_v if name in ("fwd", "dv") else wide.head_dim
         assert config.split == 1 or configs.padded(columns) // config.split >= 16
         assert config.split == 1 or name not in ("dbias", "jvp")
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dims", [72, 128, 256, 320, 512])
+def test_kept_weights_grow_with_the_length_and_not_with_its_square(arch, dtype, dims):
+    for length in (4096, 65536, 262144):
+        p = Problem.parse(f"dtype={dtype} batch=1 heads=1 seqlen={length} head_dim={dims} grad=qkv arch={arch}")
+        taken = units_kept(p) * length**2 * p.itemsize * 2
+        assert taken <= max(12 * 4 * length * dims, 2**28 * 3 // 2)
 
 
 def test_no_kernel_compares_a_tuple_that_may_hold_a_none_with_none():

@@ -119,6 +119,7 @@ ARGUMENTS = [
     ({"sm_scale": float("nan")}, r"sm_scale is nan, expected a finite number"),
     ({"sm_scale": float("-inf")}, r"sm_scale is -inf, expected a finite number"),
     ({"sm_scale": 10**400}, r"sm_scale is 10+, expected a finite number"),
+    ({"sm_scale": -1e39}, r"sm_scale is -1e\+39, expected at most 2\^127"),
     ({"sm_scale": True}, r"sm_scale must be a number or None \(for head_dim \*\* -0\.5\), got True of type bool"),
     ({"sm_scale": "0.1"}, r"sm_scale must be a number or None .*, got '0\.1' of type str"),
     ({"sm_scale": torch.tensor(0.1)}, r"sm_scale must be a number .* of type Tensor.*multiply q by it instead"),

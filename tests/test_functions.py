@@ -441,6 +441,10 @@ MEANINGLESS = {
         lambda: tw.score_fn(doubled, twin=same, derivative=same),
         r"derivative must be a @triton\.jit function",
     ),
+    "list": (
+        lambda: tw.score_fn(None, twin=same, tensors=[ONE], name="f"),
+        r"tensors must be a dict of tensors by the names that fn's parameters have, got list",
+    ),
     "too many": (
         lambda: tw.score_fn(None, twin=lambda *_: 0, tensors={f"t{i}": ONE for i in range(5)}, name="f"),
         "at most 4 tensors, got 5",

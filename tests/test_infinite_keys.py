@@ -42,16 +42,16 @@ def drawn(shape, terms, mask, dtype):
     return call
 
 
-def judge(call, backend):
-    """Where the dense formula in float64 is finite, so is this backend, and close to it. Those of the two keys are zeros."""
+def judge(call, backend, keys=(3, -2)):
+    """Where the dense formula in float64 is finite, so is this backend, and close to it. Those of ``keys`` are zeros."""
     want, got = evaluate(call, "reference"), evaluate(call, backend)
     for name, expected in want.items():
         finite = expected.isfinite()
         assert got[name][finite].isfinite().all(), name
         torch.testing.assert_close(got[name][finite].double(), expected[finite].double(), rtol=2e-2, atol=2e-2, msg=name)
     if "softcap" not in call.spec.terms:
-        assert not got["dk"][..., [3, -2], :].any()
-        assert not got["dv"][..., [3, -2], :].any()
+        assert not got["dk"][..., list(keys), :].any()
+        assert not got["dv"][..., list(keys), :].any()
     return want
 
 
@@ -62,6 +62,43 @@ def test_a_key_of_minus_infinity_has_no_weight_and_no_gradient(case, backend):
     want = judge(call, backend)
     assert want["dk"].isfinite().all()
     assert want["dv"].isfinite().all()
+
+
+# The first 150 keys: whole tiles, which need no mask, in which no row has a maximum.
+LONG = {
+    "plain": ((1, 4, 2, 40, 170, 16, 16), "", tw.Spec(), torch.float32),
+    "half": ((1, 4, 2, 40, 170, 16, 16), "", tw.Spec(), torch.float16),
+    "causal": ((1, 4, 2, 40, 200, 16, 16), "", tw.causal(), torch.float32),
+    "sink": ((1, 4, 2, 40, 170, 16, 16), "sink", tw.Spec(), torch.float32),
+    "segment": ((1, 4, 2, 40, 170, 16, 16), "segment", tw.Spec(), torch.float32),
+    "halves": ((1, 2, 1, 97, 200, 16, 16), "", tw.Spec(), torch.float32),
+    "halves, weights kept": ((1, 2, 1, 97, 200, 264, 16), "", tw.Spec(), torch.float32),
+    "wide": ((1, 2, 1, 40, 170, 264, 16), "", tw.Spec(), torch.float32),
+    "all of them": ((1, 4, 2, 40, 150, 16, 16), "", tw.Spec(), torch.float32),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", LONG)
+def test_whole_tiles_of_such_keys(case, backend):
+    call = fit(drawn(*LONG[case]), backend)
+    call.k[:, :, :150, 0] = -INF
+    judge(call, backend, list(range(150)))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_forward_mode_along_the_queries_does_not_depend_on_tiles(hidden):
+    """The tangent of the score meets the infinity; the weight is 0, so that nothing moves by it."""
+    q, k, v = (torch.randn(1, 1, 64, 16).abs() for _ in range(3))
+    k[:, :, 7, 0] = -INF
+    ok = torch.ones(64, 64, dtype=torch.bool)
+    ok[3, 5] = not hidden
+    moved = {}
+    for backend in ("torch", "reference"):
+        f = lambda q, backend=backend: tw.attention(q, k, v, spec=tw.dense(ok), backend=backend)  # noqa: E731
+        moved[backend] = torch.func.jvp(f, (q,), (torch.ones_like(q),))[1]
+    assert moved["torch"].isfinite().all()
+    torch.testing.assert_close(moved["torch"], moved["reference"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,7 +22,8 @@ JVP = torch.ops.tilewise.attention_jvp
 BACKENDS = ("reference", "torch", "triton")
 WORDS = (
     *("", "softcap:2", "alibi", "bias:1hqk", "softcap:2 bias:b1qk alibi:bh", "alibi bias:k softcap:3"),
-    *("sink", "sink:bh bias:b11k:-inf"),
+    *("sink", "sink:bh bias:b11k:-inf", "fn:rational_cap softcap:2 alibi", "bias:b1qk fn:tempered softcap:3"),
+    *("dropout:0.3", "softcap:2 bias:1hqk sink dropout:0.6"),
 )
 MASKS = {"causal": tw.causal(), "window": tw.window(9, 2), "hidden": tw.window(-1, 0)}
 SHAPE = (2, 2, 1, 21, 35, 16, 8)
@@ -349,10 +350,91 @@ def test_a_backend_without_it_is_refused_with_the_reason():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_it_does_not_go_through_is_refused(backend):
     q, k, v = small(dtype=torch.float32)
-    dropped = {"spec": tw.dropout(0.5, torch.tensor(3))}
-    for reason, arguments in (("dropout, through which", dropped), ("max_logit, of which", {"return_max_logit": True})):
-        with pytest.raises(tw.BackendRefused, match=f"{reason} it has no forward-mode derivative"):
-            torch.func.jvp(functools.partial(tw.attention, backend=backend, **arguments), (q, k, v), (q, k, v))
+    with pytest.raises(tw.BackendRefused, match="max_logit, of which it has no forward-mode derivative"):
+        torch.func.jvp(functools.partial(tw.attention, backend=backend, return_max_logit=True), (q, k, v), (q, k, v))
+
+
+@pytest.mark.parametrize("words", ["dropout:0.3", "fn:rational_cap", "bias:1hqk sink"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_random_and_own_steps_in_training(words, mapped):
+    """The derivative and the gradient of the primal output belong to one mask of dropout, also with ``vmap`` inside of jvp."""
+    call = call_of(words, tw.causal(), torch.float64)
+    q = draw(*((3,) if mapped else ()), *call.q.shape).double()
+    direction, step = torch.randn_like(q), 1e-6
+
+    def one(q):
+        return tw.attention(q, call.k, call.v, spec=call.spec, backend="torch")
+
+    f = torch.vmap(one) if mapped else one
+    slope = (f(q + step * direction) - f(q - step * direction)) / (2 * step)
+    torch.testing.assert_close(torch.func.jvp(f, (q,), (direction,))[1], slope, rtol=1e-6, atol=1e-7)
+
+    def loss(q):
+        o, t_o = torch.func.jvp(f, (q,), (direction,))
+        return (o - t_o.detach()).square().sum()
+
+    t_o = torch.func.jvp(f, (q,), (direction,))[1]
+    ahead, behind = ((f(q + by * direction) - t_o).square().sum() for by in (step, -step))
+    along = (torch.func.grad(loss)(q) * direction).sum()
+    torch.testing.assert_close(along, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", ["dropout:0.4", "fn:relative", "softcap:2 bias:1hqk sink dropout:0.4"])
+@pytest.mark.parametrize("way", ["jacfwd", "functional", "vmap of duals", "vmap of jvp"])
+def test_many_tangents_of_one_call(words, way):
+    """Whatever maps over tangents alone moves one and the same call: with one mask of dropout."""
+    call = call_of(words, tw.causal(), torch.float64)
+    q, directions = call.q, draw(3, *call.q.shape).double()
+
+    def f(q):
+        return tw.attention(q, call.k, call.v, spec=call.spec, backend="torch")
+
+    def dual(direction):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(q, direction))).tangent
+
+    want = torch.stack([torch.func.jvp(f, (q,), (direction,))[1] for direction in directions])
+    if way == "vmap of jvp":
+        got = torch.vmap(lambda d: torch.func.jvp(f, (q,), (d,))[1])(directions)
+    elif way == "vmap of duals":
+        got = torch.vmap(dual)(directions)
+    else:
+        whole = torch.autograd.functional.jacobian(f, q, strategy="forward-mode", vectorize=True)
+        jacobian = torch.func.jacfwd(f)(q) if way == "jacfwd" else whole
+        got = torch.stack([(jacobian * d).sum((-4, -3, -2, -1)) for d in directions])
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def test_functions_that_read_the_batch_are_refused_under_vmap():
+    call = call_of("fn:tempered", tw.causal(), torch.float64)
+    with pytest.raises(tw.BackendRefused, match="reads its argument batch"):
+        torch.func.jacfwd(lambda q: tw.attention(q, call.k, call.v, spec=call.spec, backend="torch"))(call.q)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("way", ["jvp", "jvp beside q", "dual", "rule"])
+def test_tangents_of_a_functions_tensors_are_refused(backend, way):
+    q, k, v = small(dtype=torch.float32)
+    amount = torch.ones(q.shape[1])
+
+    def scaled(score, batch, head, q_pos, kv_pos, amount):
+        return score * amount[head]
+
+    def f(amount, q=q):
+        return tw.attention(q, k, v, spec=tw.score_fn(None, twin=scaled, tensors={"amount": amount}), backend=backend)
+
+    def as_duals():
+        with forward_ad.dual_level():
+            f(forward_ad.make_dual(amount, amount))
+
+    ways = {
+        "jvp": lambda: torch.func.jvp(f, (amount,), (amount,)),
+        "jvp beside q": lambda: torch.func.jvp(f, (amount, q), (amount, q)),
+        "rule": lambda: torch.func.jvp(torch.vmap(f, (None, 0)), (amount, q[None]), (amount, q[None])),
+        "dual": as_duals,
+    }
+    with pytest.raises(tw.BackendRefused, match="score function has a tangent"):
+        ways[way]()
 
 
 def test_problem_string_says_which_tangents_there_are():

@@ -366,3 +366,12 @@ def test_hopper_refuses_with_a_reason():
     row = next(c for c in tw.CAPABILITIES if c.backend == "hopper")
     reasons = [r for r in refuse(row, problem) if r.code == "term"]
     assert [str(r) for r in reasons] == ["the spec has a bias beside softcap, it takes a bias beside bounds only"]
+
+
+@pytest.mark.parametrize("sm_scale", [1e-50, -1e-50, 1e-44, 0.0])
+def test_a_scale_that_is_no_float32_number_hides_no_less(sm_scale):
+    """A hidden score is -inf before it is scaled, where a table lists its tile."""
+    q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
+    ids = torch.arange(40).view(1, 40) // 7
+    got, want = (tw.attention(q, k, v, spec=tw.segments(ids, ids), sm_scale=sm_scale, backend=b) for b in ("triton", "reference"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

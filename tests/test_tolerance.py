@@ -9,6 +9,7 @@ from tilewise import alibi, causal
 from tilewise.arch import ARCHS, arch_of
 from tilewise.testing.calls import OUTPUTS, Call, evaluate, random_call
 from tilewise.testing.poison import poison
+from tilewise.testing.terms import draw_terms
 from tilewise.testing.tolerance import Mismatch, Yardstick, plain, raise_if_failed, round_to_tf32
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -205,6 +206,16 @@ def test_part_is_the_attention_of_its_heads():
     got = evaluate(part, "reference")
     assert torch.equal(got["dq"], whole["dq"][1:2, 2:4])
     assert torch.equal(got["dk"], whole["dk"][1:2, 1:2])
+
+
+@pytest.mark.parametrize("words", ["bias:1hqk:-inf softcap:2 alibi", "softcap:2 alibi bias:1hqk:-inf"])
+def test_a_bias_of_minus_infinity_hides_unless_a_softcap_follows(words):
+    call = random_call(SHAPE, spec=draw_terms(words, SHAPE, seed=1), dlse=True)
+    call.spec.tensors.bias[..., 5, :] = float("-inf")
+    got = evaluate(call, "reference")
+    assert all(r.ok for r in Yardstick(call).judge(got))
+    got["o"][:, :, 5] += 1e-3
+    assert not all(r.ok for r in Yardstick(call).judge(got))
 
 
 def test_poison_fills_what_is_allocated_and_is_put_back():

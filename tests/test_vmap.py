@@ -7,6 +7,7 @@ import torch
 from small_calls import draw
 
 import tilewise as tw
+from tilewise.testing.terms import draw_terms
 
 SIZE = 3
 SHAPES = {
@@ -190,6 +191,21 @@ def test_vmap_inside_grad():
     leaves = [t.clone().requires_grad_() for t in (bias, q)]
     for a, b in zip(got, torch.autograd.grad(total(*leaves), leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("words", ["", "bias:1hqk sink", "segment"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_cotangents_alone(batch, words, backend):
+    """What is the same for all samples is not copied where the batch is 1: numbers of rows lie one after the other all the same."""
+    spec = draw_terms(words, (batch, 2, 1, 20, 24, 16, 16), seed=3)
+    q, k, v = draw(batch, 2, 20, 16, seed=1), draw(batch, 1, 24, 16, seed=2), draw(batch, 1, 24, 16, seed=3)
+    (o, lse), pull = torch.func.vjp(lambda *t: tw.attention(*t, spec=spec, return_lse=True, backend=backend), q, k, v)
+    many = draw(5, *o.shape, seed=4), draw(5, *lse.shape, seed=5)
+    got = torch.vmap(pull)(many)
+    for i in range(5):
+        for a, b in zip(got, pull((many[0][i], many[1][i])), strict=True):
+            torch.testing.assert_close(a[i], b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["q", "bias", "sink"])

@@ -216,8 +216,8 @@ def attention(
         return_lse: also return ``lse``. Default False.
         return_max_logit: also return the largest score of each batch and head, for QK-clip. Default False.
         precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
-            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster; three products of
-            bfloat16 parts (about 5) may stand for one of them, never anything less accurate.
+            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster; products of as many bits in
+            another form may stand for them, never of fewer (docs/sizes.md).
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
         spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.
@@ -238,10 +238,10 @@ def attention(
         BackendRefused: a NotImplementedError with every reason.
 
     Gradients flow to q, k and v, and to the bias, slopes and sinks of the spec, through both ``o`` and ``lse``; only those asked
-    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors; not with dropout, score functions or the
-    largest score), with a backward pass through the outputs and their tangents. So do second derivatives (``create_graph=True``,
-    ``torch.func.hessian``), which run on rows of plain PyTorch; third ones are refused. Under ``torch.autocast`` q, k and v are
-    cast to the autocast dtype unless they are float64, as PyTorch's own attention does.
+    for are computed. So do forward-mode derivatives (``torch.func.jvp``, dual tensors; not of the largest score), with a backward
+    pass through the outputs and their tangents. So do second derivatives (``create_graph=True``, ``torch.func.hessian``), which run
+    on rows of plain PyTorch; third ones are refused. Under ``torch.autocast`` q, k and v are cast to the autocast dtype unless they
+    are float64, as PyTorch's own attention does.
 
     Deterministic: the forward pass gives the same bits on every run of one configuration on one device, and so does the backward
     pass, but for a kernel of the ``hopper`` backend that adds dq up in memory in any order: ``deterministic`` says whether it may.

@@ -157,7 +157,9 @@ def jvp_rule(op: Any) -> Any:
         q, k, v, tq, tk, tv = (_folded(args[i], dims[i], size) for i in (0, 1, 2, 8, 9, 10))
         of_terms = zip(SLOTS, args[11:14], dims[11:14], strict=False)
         moved = [_folded_operand(slot, t, dim, size, batch, False) for slot, t, dim in of_terms]
-        alone = info.randomness == "same"
+        _check_function(args[3], dims[14:])
+        # If no input is mapped but tangents are, the masks are those of the call alone.
+        alone = info.randomness == "same" or all(dim is None for dim in (*dims[:3], *dims[14:]))
         spec, operands = _without_plan(args[3], _operands(args[14:], dims[14:], size, batch, "", alone))
         outputs = op(q, k, v, spec, *args[4:8], tq, tk, tv, *moved, *operands)
         results = [_unfolded(t, size) for t in outputs]
@@ -192,6 +194,8 @@ def backward_rule(op: Any) -> Any:
         batch, grad = _sample(args[2], dims[2]).shape[0], args[11]
         folded = [_folded(t, dim, size) for t, dim in zip(args[:7], dims[:7], strict=True)]
         rows = args[12] if args[12] is None or args[12].dim() == 1 else _folded(args[12], dims[12], size)
+        # Kernels count on numbers of rows one after the other, and a batch of 1 is folded without a copy.
+        folded[6], rows = (t if t is None else t.contiguous() for t in (folded[6], rows))
         _check_function(args[7], dims[13:])
         # If o is not mapped, the forward pass was not: its masks are those of the call alone.
         alone = info.randomness == "same" or dims[5] is None
@@ -236,8 +240,8 @@ def second_pass_rule(op: Any) -> Any:
             raise InvalidInput("rows differ from sample to sample under vmap: choose the same queries for all.")
         batch = _sample(args[0], dims[0]).shape[0]
         _check_function(args[4], dims[9:])
-        folded = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
+        q, k, lse = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
-        return _unfolded(op(*folded, args[3], spec, *args[5:9], *operands), size)
+        return _unfolded(op(q, k, lse.contiguous(), args[3], spec, *args[5:9], *operands), size)
 
     return rule

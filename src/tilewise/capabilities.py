@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .configs.wide import units_kept
 from .errors import Reason
 from .functions import find
 from .problem import GRADIENTS, Problem
@@ -131,7 +132,9 @@ def _crowded(c: Capability, p: Problem) -> str:
     if "a" in p.grad:
         return "a gradient of slopes"
     kept = [term for term in ("dropout", "fn") if term in p.spec.terms and set(p.grad) - set("vs")]
-    return f"{kept[0]} and gradients" if kept else ""
+    if kept:
+        return f"{kept[0]} and gradients"
+    return "gradients of so long sequences" if set(p.grad) - set("vs") and not units_kept(p) else ""
 
 
 def _bulk_bias(c: Capability, p: Problem) -> list[Reason]:
@@ -207,17 +210,14 @@ def refuse(capability: Capability, problem: Problem) -> list[Reason]:
             no("function", f"this process has not registered the score function {p.spec.function}: use tilewise.score_fn")
         elif function.fn is None and c.triton is not None:
             no("function", f"score function {function.name!r} has no Triton function: give tilewise.score_fn an fn")
-        elif not function.differentiable and set(p.grad) - set("vs"):
+        elif not function.differentiable and (set(p.grad) - set("vs") or set(p.jvp) - set("vs")):
             text = f"score function {function.name!r} has no derivative: give tilewise.score_fn one, or 1.0 where it is that"
             no("gradient", text)
     if p.spec.returns and p.spec.returns not in c.returns:
         no("returns", f"the call wants {p.spec.returns}, it returns {', '.join(('o', 'lse', *c.returns))}")
     if p.jvp:
-        alone = [term for term in p.spec.terms if term == "fn" or term not in (*SCORES, *MASKS)]
         if not c.jvp:
             no("jvp", "a forward-mode derivative is asked for, it has none")
-        elif alone:
-            no("jvp", f"the spec has {', '.join(alone)}, through which it has no forward-mode derivative")
         elif p.spec.returns:
             no("jvp", f"the call wants {p.spec.returns}, of which it has no forward-mode derivative")
     missing = [GRADIENTS[letter] for letter in p.grad if letter not in c.gradients or pair in c.forward_only]

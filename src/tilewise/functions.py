@@ -12,7 +12,7 @@ import dis
 import hashlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -350,6 +350,11 @@ def score_fn(
     Raises:
         InvalidInput: fn or derivative is no ``@triton.jit`` function, a function has other arguments, tensors has other names.
     """
+    if not isinstance(tensors, Mapping | None):
+        raise InvalidInput(
+            f"tensors must be a dict of tensors by the names that fn's parameters have, got {type(tensors).__name__}: "
+            'give tensors={"table": table}.'
+        )
     given = dict(tensors or {})
     names = tuple(given)
     if len(names) > len(FN_SLOTS):

@@ -60,7 +60,7 @@ def philox(seed: torch.Tensor, *counter: torch.Tensor) -> tuple[torch.Tensor, ..
 def _keys_and_numbers(seed: torch.Tensor, batch: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Seed and number of each of (batch entries x heads), as columns."""
     size = batch.stop - batch.start
-    own = seed.expand(batch.stop, seed.shape[1])[batch]
+    own = (seed if seed.shape[0] > 1 else seed.expand(batch.stop, seed.shape[1]))[batch]
     numbers = own[:, 1] if seed.shape[1] > 1 else torch.arange(batch.start, batch.stop, device=seed.device)
     return tuple(t[:, None].expand(size, heads).reshape(-1, 1, 1) for t in (own[:, 0], numbers))  # type: ignore[return-value]
 

@@ -533,7 +533,7 @@ class _AttentionFunctorch(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.arguments = inputs[_INPUTS:-1]
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(output[3])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -542,7 +542,8 @@ class _AttentionFunctorch(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return *FORWARD_MODE["by_rule"](ctx, tangents), None, None
+        # Rows have no derivative, but under vmap PyTorch would forget that, and break for want of one.
+        return *FORWARD_MODE["by_rule"](ctx, tangents), torch.zeros_like(ctx.saved_tensors[5]), None
 
 
 def _forward_autograd(q, k, v, spec, sm_scale, precision, backend, grad, *given):

@@ -243,8 +243,18 @@ def _moved(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
 
+def _refuse_others(tangents: Sequence[torch.Tensor | None]) -> None:
+    """Refuse tangents of those tensors of the spec that have none: of a score function's, in fact, since others are no numbers."""
+    if any(t is not None for t in tangents):
+        raise BackendRefused(
+            "a tensor of the spec's score function has a tangent, and there is no derivative by such tensors: give it without one "
+            "(detach()), or make it a step that has one (tilewise.bias, tilewise.alibi)."
+        )
+
+
 def tangents_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequence[torch.Tensor | None]) -> Tangents | None:
     """The tangents of the inputs of a call at the innermost level of forward mode; None if nothing moves."""
+    _refuse_others([_moved(t) for t in _filled(given)[3:]])
     found = [_moved(t) for t in (q, k, v, *_filled(given)[:3])]
     return Tangents(*found) if any(t is not None for t in found) else None
 
@@ -336,6 +346,7 @@ def by_rule(ctx: Any, tangents: Sequence[Any]) -> tuple[torch.Tensor, torch.Tens
     """``(t_o, t_lse)`` for the ``jvp`` rule of the forward operator's function."""
     q, k, v, _, _, _, *given = ctx.saved_tensors
     moved = tangents[: len(_MOVED)]
+    _refuse_others(tangents[len(_MOVED) : _INPUTS])
     _, _, _, t_o, t_lse = _JvpFunctorch.apply(q, k, v, *given, *moved, *ctx.arguments, "")  # type: ignore[misc]
     return t_o, t_lse
 

@@ -23,6 +23,7 @@ GRADIENTS = {"q": "q", "k": "k", "v": "v", "b": "bias", "a": "slopes", "s": "sin
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_LEN = 2**30
 _MAX_SCALE = sys.float_info.max
+_MAX_SCALE_32 = 2.0**127  # times log2(e) it is still a float32 number
 _LAYOUT = "(batch, heads, seqlen, head_dim)"
 
 
@@ -204,7 +205,7 @@ class Problem:
             seqlen_k=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            sm_scale=check_scale(sm_scale, q.shape[3]),
+            sm_scale=check_scale(sm_scale, q.shape[3], dtype_name(q.dtype)),
             precision=precision or "ieee",
             grad=grad,
             bulk=all(bulk_copyable(t) for t in (q, k, v, *also)),
@@ -308,7 +309,7 @@ class Problem:
             seqlen_k=seqlen_k,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            sm_scale=check_scale(scale, head_dim),
+            sm_scale=check_scale(scale, head_dim, dtype),
             precision=precision or "ieee",
             grad=grad_letters(*(letter in grad for letter in GRADIENTS)),
             bulk=words.get("layout", "bulk") == "bulk",
@@ -357,7 +358,7 @@ def check_precision(precision: str | None, dtype: str) -> None:
         )
 
 
-def check_scale(sm_scale: float | None, head_dim: int) -> float:
+def check_scale(sm_scale: float | None, head_dim: int, dtype: str = "float64") -> float:
     if sm_scale is None:
         return head_dim**-0.5
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
@@ -367,6 +368,11 @@ def check_scale(sm_scale: float | None, head_dim: int) -> float:
         )
     if not -_MAX_SCALE <= sm_scale <= _MAX_SCALE:  # false for NaN too
         raise InvalidInput(f"sm_scale is {sm_scale}, expected a finite number.")
+    if dtype != "float64" and abs(sm_scale) > _MAX_SCALE_32:
+        raise InvalidInput(
+            f"sm_scale is {sm_scale}, expected at most 2^127 (1.7e38) in magnitude for {dtype} inputs, whose scores are float32: "
+            "multiply q by a part of it, or give float64 inputs."
+        )
     return float(sm_scale)
 
 

@@ -227,9 +227,12 @@ def jvp(
     ts = (tq @ k64.mT + q64 @ tk.mT) * p.sm_scale
     for step in p.spec.score:
         one = dataclasses.replace(p.spec, score=(step,))
-        s = scored(s, one, tensors)
+        before, s = s, scored(s, one, tensors)
         if one.softcap is not None:
             ts = ts * softcap_slope(s / one.softcap)
+        elif one.function is not None:
+            slopes = function_of(one).slopes(before, *places_of(one, before, tensors))
+            ts = ts if slopes is None else ts * slopes
         elif step == "alibi" and t.slopes is not None:
             ts = alibi(ts, t.slopes[..., None, None].double(), distance_of(p.spec, p.seqlen_q, p.seqlen_k, q.device))
         elif step == "bias" and t.bias is not None:
@@ -237,14 +240,15 @@ def jvp(
     ok = mask_of(p.spec, p.seqlen_q, p.seqlen_k, q.device, tensors)
     sink = None if tensors.sink is None else full_rank("sink", tensors.sink)
     probs, lse64 = softmax_of(s.masked_fill(~ok, float("-inf")), sink)
-    ts = ts.masked_fill(~ok, 0.0)
-    moved = (probs * ts).sum(-1)
+    pt = torch.where(probs == 0, 0.0, probs * ts)  # where a key has no weight the derivative may be anything
+    moved = pt.sum(-1)
     if sink is not None and t.sink is not None:
         moved = moved + torch.exp(sink.double()[..., None] - lse64.masked_fill(lse64 == float("-inf"), 0.0)) * t.sink[..., None]
-    o64 = probs @ v64
+    factor = factor_of(p.spec, tensors, q, k)
+    o64 = (probs * factor) @ v64
     o.copy_(o64)
     lse.copy_(lse64)
-    t_o.copy_((probs * ts) @ v64 + probs @ tv - moved[..., None] * o64)
+    t_o.copy_((pt * factor) @ v64 + (probs * factor) @ tv - moved[..., None] * o64)
     t_lse.copy_(moved)
 
 

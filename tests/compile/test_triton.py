@@ -23,14 +23,15 @@ DENSE_128 = "heads=4 seqlen=4096 head_dim=128 mask=dense dense=bool:11qk grad=qk
 SCORES_128 = "heads=16 seqlen=16384 head_dim=128 mask=causal,softcap:30.0,alibi,sink grad=qkvas jvp=qkvas"
 BIAS_64 = "batch=2 heads=4 seqlen=4096 head_dim=64 mask=bias grad=qkvb jvp=qkvb"
 SHARED_64 = "batch=4 heads=4 seqlen=4096 head_dim=64 mask=bias bias=bfloat16:1hqk grad=qkvb"
-DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv"
+DROPOUT_128 = "heads=4 seqlen=4096 head_dim=128 mask=causal,dropout:0.1 grad=qkv jvp=qkv"
 WIDE_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal grad=qkv"
 LONG_512 = "heads=1 seqlen=65536 head_dim=512 mask=causal grad=qkv"  # too long for weights to be kept
 TERMS_512 = "heads=4 seqlen=4096 head_dim=512 mask=causal,softcap:30.0,bias,segment grad=qkvb"
 SINGLE_128 = "heads=4 seqlen=4096 head_dim=128 dtype=float32 grad=qkv"
-SPLIT_TERMS_128 = "heads=4/2 seqlen=4096 head_dim=128 dtype=float32 mask=causal,softcap:30.0,segment grad=qkv"
-SPLIT_64 = "heads=4 seqlen=4096 head_dim=64 dtype=float32 mask=causal"
+HALVES_TERMS_128 = "heads=4/2 seqlen=4096 head_dim=128 dtype=float32 mask=causal,softcap:30.0,segment grad=qkv"
+HALVES_64 = "heads=4 seqlen=4096 head_dim=64 dtype=float32 mask=causal"
 TF32_128 = "heads=4 seqlen=4096 head_dim=128 dtype=float32 mask=causal,segment precision=tf32 grad=qkv"
+SINGLE_256 = "heads=4 seqlen=4096 head_dim=256 dtype=float32 mask=causal"
 SINGLE_512 = "heads=4 seqlen=4096 head_dim=512 dtype=float32 mask=causal grad=qkv"
 SINGLE_STRIDED = "heads=4 seqlen=1000 head_dim=128 dtype=float32 layout=strided"
 SUMS_128 = "heads=4/2 seqlen=4096 head_dim=128 mask=causal,segment,returns:column_sums"
@@ -44,7 +45,7 @@ PROBLEMS = {
     "sm_90": (
         *(CAUSAL_64, WINDOW_128, CAUSAL_256, ODD, SINGLE_64, DOCUMENTS_128, DENSE_64, SCORES_128, BIAS_64, DROPOUT_128),
         *(SUMS_128, SUMS_64, LARGEST_64, WIDE_512, LONG_512, TERMS_512, SINGLE_128, SINGLE_512, DENSE_128, SHARED_64),
-        *(SPLIT_TERMS_128, SPLIT_64, TF32_128),
+        *(HALVES_TERMS_128, HALVES_64, TF32_128, SINGLE_256),
         *(TILES_72, TILES_160),
     ),
     "sm_100": (CAUSAL_64, WINDOW_128, SCORES_128, BIAS_64, WIDE_512),
@@ -60,7 +61,7 @@ PROBLEMS = {
 # compiled all the same: kernels in configs that no other problem of the architecture has.
 REPEATED = {
     "sm_80": {CAUSAL_64: ("fwd", "jvp"), LONG_512: ("dq", "dk", "dv")},
-    "sm_90": {SPLIT_64: ("fwd",), TILES_160: ("fwd", "dq", "dkdv")},
+    "sm_90": {HALVES_64: ("fwd",), TILES_160: ("fwd", "dq", "dkdv")},
     "sm_100": {CAUSAL_64: ("jvp",), WINDOW_128: ("jvp",)},
     "sm_120": {CAUSAL_64: ("fwd", "jvp"), LONG_512: ("dq", "dk", "dv")},
     "gfx942": {CAUSAL_64: ("dkdv", "jvp"), DOCUMENTS_128: (), LONG_512: ("dq", "dk", "dv")},
@@ -84,8 +85,8 @@ SPILL = {
     ("sm_90", CAUSAL_256, "dk"): 256,
     ("sm_90", SINGLE_64, "dq"): 640,  # float32 operands take registers twice over for their three products
     ("sm_90", SINGLE_64, "dkdv"): 2816,
-    ("sm_90", SPLIT_64, "dq"): 640,
-    ("sm_90", SPLIT_64, "dkdv"): 2816,
+    ("sm_90", HALVES_64, "dq"): 640,
+    ("sm_90", HALVES_64, "dkdv"): 2816,
     ("sm_100", WINDOW_128, "dkdv"): 128,
     ("sm_120", CAUSAL_64, "dkdv"): 448,
     ("gfx942", DOCUMENTS_128, "fwd"): 384,
@@ -114,7 +115,7 @@ SPILL = {
     ("gfx942", CAUSAL_64, "dq"): 64,
     ("gfx942", WINDOW_128, "fwd"): 192,
     ("sm_80", SINGLE_512, "fwd"): 23000,  # 512 columns of float32 queries in registers, three times over
-    ("sm_90", SINGLE_512, "fwd"): 21000,
+    ("sm_90", SINGLE_512, "fwd"): 768,
     ("sm_120", WIDE_512, "delta"): 64,
     ("sm_120", LONG_512, "delta"): 64,
     ("sm_120", SINGLE_512, "fwd"): 4200,
@@ -125,6 +126,9 @@ SPILL = {
 }
 
 SPILL |= {
+    ("sm_90", DROPOUT_128, "jvp"): 256,
+    ("sm_90", DOCUMENTS_128, "jvp"): 16,
+    ("gfx942", DROPOUT_128, "jvp"): 256,
     ("sm_90", SINGLE_64, "jvp"): 2816,
     ("sm_120", CAUSAL_64, "jvp"): 128,
     ("sm_120", SCORES_128, "jvp"): 512,
@@ -192,20 +196,22 @@ LOOP = {
     (WIDE_512, "dk"): 90,
     (WIDE_512, "dq"): 90,
     (LONG_512, "dv"): 490,
-    (SINGLE_128, "fwd"): 950,  # six products for one
-    (SINGLE_128, "weights"): 160,
-    (SINGLE_128, "dv"): 300,
-    (SINGLE_128, "dk"): 300,
-    (SINGLE_128, "dq"): 310,
-    (SPLIT_TERMS_128, "fwd"): 1400,
-    (TF32_128, "fwd"): 760,
+    (SINGLE_128, "fwd"): 1150,  # three products for one
+    (SINGLE_128, "weights"): 260,
+    (SINGLE_128, "dv"): 230,
+    (SINGLE_128, "dk"): 230,
+    (SINGLE_128, "dq"): 230,
+    (SINGLE_256, "fwd"): 1150,
+    (SINGLE_512, "fwd"): 1460,
+    (HALVES_TERMS_128, "fwd"): 2010,
+    (TF32_128, "fwd"): 1490,
     (TF32_128, "weights"): 100,
     (TF32_128, "dv"): 200,
     (TF32_128, "dq"): 200,
 }
 
 
-WITHOUT_PRODUCTS = ("delta", "split", "split_kept", "turn")  # they read by pointers, too
+WITHOUT_PRODUCTS = ("delta", "halve")  # they read by pointers, too
 
 
 def faults(report: dict) -> list[str]:

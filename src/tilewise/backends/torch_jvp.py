@@ -4,9 +4,9 @@ With ``s`` the scores after all steps, ``ts`` their derivative, and ``p = exp(s 
 
     t_lse = sum_j p_j ts_j + p_sink tsink        t_o = sum_j p_j (ts_j v_j + tv_j) - t_lse o
 
-The walk is that of ``torch_tiles.forward``. Invariant after every key tile, besides the one of that walk:
-``t_i = sum exp2(s2 - m_i) ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``. Tangents of scores are natural, whatever the unit of
-the scores is.
+Dropout takes weights from the sums over v and tv, not from those of t_lse. The walk is that of ``torch_tiles.forward``. Invariant
+after every key tile, besides the one of that walk: ``t_i = sum exp2(s2 - m_i) ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``.
+Tangents of scores are natural, whatever the unit of the scores is.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _Scores:
         self.sink = group(None if tangents.sink is None else tangents.sink.to(work.dtype))
         self.any = any(t is not None for t in (tangents.q, tangents.k, self.bias, self.slopes))
 
-    def apply(self, t: torch.Tensor, slope: torch.Tensor | None, at: At, keys: slice) -> None:
-        """Carry ``t``, the derivative of the scores before the steps, through them in place; ``slope`` is the softcap's."""
+    def apply(self, t: torch.Tensor, slopes: list[torch.Tensor | None], at: At, keys: slice) -> None:
+        """Carry ``t``, the derivative of the scores before the steps, through them in place; ``slopes``: those of the steps."""
         steps = self.steps
         tile = t.view(*steps._sizes((*at, keys)))
-        for step in steps.steps:
-            if step == "softcap" and slope is not None:
+        for step, slope in zip(steps.steps, slopes, strict=True):
+            if slope is not None:
                 t.mul_(slope)
             elif step == "alibi" and self.slopes is not None:
                 tile.sub_(steps._part(self.slopes, at[:3])[..., None, None] * steps._distance(at[3], keys, t.device))
@@ -117,30 +117,33 @@ def _jvp_tile(work: _Work, scores: _Scores, m_block: int, at: At, tile: _Tile) -
         kt = work.load(tile.k[:, :, keys])
         s = work.scores(qt, kt)
         slopes = work.steps.apply(s, at, keys, scores.any)
-        slope = next((one for one in slopes if one is not None), None)  # no step but the softcap has one here
         masked = kind == MASKED
         if masked:
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
-        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)
         alpha = work.steps.weights(m_i, pivot)
         p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
         for total in (acc, acc_t, t_i):
             total.mul_(alpha)
         vt = work.load(tile.v[:, :, keys])
-        torch.baddbmm(acc, p, vt, out=acc)
+        dropped = work.dropped(p, at, keys)
+        used = p if dropped is None else p.masked_fill(dropped, 0.0)
+        torch.baddbmm(acc, used, vt, out=acc)
         if tile.tv is not None:
-            torch.baddbmm(acc_t, p, work.load(tile.tv[:, :, keys]), out=acc_t)
+            torch.baddbmm(acc_t, used, work.load(tile.tv[:, :, keys]), out=acc_t)
         if scores.any:
             t = work.scratch("t", *p.shape).zero_()
             for a, b in ((tqt, kt), (qt, None if tile.tk is None else work.load(tile.tk[:, :, keys]))):
                 if a is not None and b is not None:
                     torch.baddbmm(t, a, b.mT, alpha=work.problem.sm_scale, out=t)
-            scores.apply(t, slope, at, keys)
-            # Keys that nobody sees may hold anything, and 0 * NaN is not 0.
-            pt = torch.where(p == 0, 0.0, t.mul_(p)) if masked else t.mul_(p)
+            scores.apply(t, slopes, at, keys)
+            # Keys that nobody sees may hold anything, as may the derivative of a function, and 0 * NaN is not 0.
+            pt = torch.where(p == 0, 0.0, t.mul_(p))
             t_i.add_(pt.sum(-1, keepdim=True))
+            if dropped is not None:
+                pt = pt.masked_fill(dropped, 0.0)
             torch.baddbmm(acc_t, pt, vt, out=acc_t)
         m_i = m_new
     if work.steps.sink is not None:
@@ -154,6 +157,9 @@ def _jvp_tile(work: _Work, scores: _Scores, m_block: int, at: At, tile: _Tile) -
         l_i.add_(weight)
         t_i.add_(weight * scores.sink_at(at, m_i))
         m_i = m_new
+    if work.seed is not None:
+        acc.mul_(work.keep_scale)
+        acc_t.mul_(work.keep_scale)
     log_l = torch.log2(l_i).mul_(_LN2)
     m_i = m_i / work.steps.unit
     tile.lse.copy_((log_l + m_i).view(tile.lse.shape))

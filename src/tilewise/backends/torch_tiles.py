@@ -279,7 +279,7 @@ def _forward_tile(
             work.hide(s, work.queries(m_block), keys)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         # A row without a key yet has no maximum: exp2(-inf - 0) is 0 where exp2(-inf - -inf) is NaN.
-        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new
+        pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)
         alpha = work.steps.weights(m_i, pivot)
         p = work.steps.weights(s, pivot)
         l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))

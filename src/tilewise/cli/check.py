@@ -64,6 +64,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--only", default="", metavar="TEXT", help="the inputs whose name contains TEXT: one that failed, say")
+    parser.add_argument("--dtype", default="", metavar="NAME", help="the inputs of this dtype: float32, bfloat16, ...")
     parser.add_argument("--quick", action="store_true", help="two dtypes, small inputs, few random problems, nothing large")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default 0); a failure repeats with it")
     parser.add_argument(
@@ -241,20 +242,22 @@ def _checked(made: Iterable[tuple[Any, list[Any]]], progress: _Progress, hidden:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``tilewise check``; 0 if everything passed, 1 if not."""
-    from ..testing.check import REFUSED, jobs
+    from ..testing.check import DTYPES, REFUSED, jobs
 
     device = _device(args.device)
     if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).resolve().parent, os.W_OK)):
         raise InvalidInput(f"--json is {args.json!r}, which cannot be written: expected a file name in a folder that is there.")
     if args.jobs < 1 or args.limit < 1:
         raise InvalidInput(f"--jobs is {args.jobs} and --limit is {args.limit}: expected 1 or more of each.")
+    if args.dtype and args.dtype not in (known := [str(dtype).removeprefix("torch.") for dtype in DTYPES]):
+        raise InvalidInput(f"--dtype is {args.dtype!r}, expected one of {', '.join(known)}.")
     every = partial(jobs, args.backend, device, args.quick, args.seed, args.random, args.configs, args.repeats)
-    build = partial(every, only=args.only)
+    build = partial(every, only=args.only, dtype=args.dtype)
     work = build()
     header = _header(device, args)
     triton = header["triton"] or "not installed"
     print(f"tilewise {header['tilewise']}, torch {header['torch']}, triton {triton}, on {header['device']} ({header['arch']})")
-    if not work and args.only and every():
+    if not work and args.only and every(dtype=args.dtype):
         raise InvalidInput(f"--only is {args.only!r}, which no input's name contains: expected a part of a name as lines show it.")
     if not work:
         print("Nothing to check here:")

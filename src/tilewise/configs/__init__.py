@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import records
-from .split import operand_bytes, parts_of, turned
+from .halves import halves_of, operand_bytes
 from .terms import SHARED, TERMS, bias_members, term_of
 from .tiles import chunks, padded
 
@@ -71,7 +71,8 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     """
     p, arch = problem, problem.arch
     itemsize = operand_bytes(p, pass_)
-    held, held_v = ((sum(chunks(n, config.split)) if pass_ in IN_CHUNKS else padded(n)) for n in (p.head_dim, p.head_dim_v))
+    whole = config.split > 1 or pass_ not in IN_CHUNKS or halves_of(p, pass_) > 0
+    held, held_v = sum(chunks(p.head_dim, whole)), sum(chunks(p.head_dim_v, whole))
     first, second = held * itemsize, held_v * itemsize
     both = first + second
     # Where the columns of the result are split, the streamed tile is read in part, besides in whole if the scores need it so.
@@ -102,7 +103,7 @@ def shared_memory(problem: Problem, pass_: str, config: Config) -> int:
     single = p.itemsize > 2
     if arch.kind == "hip":
         return max(resident if pass_ != "fwd" else first * rows, max(1, stages - 1) * streamed + scores)
-    if pass_ == "fwd" and (parts_of(p, pass_) > 1 or turned(p)):
+    if pass_ == "fwd" and halves_of(p, pass_):
         return resident + stages * streamed + 1024
     if by_descriptor(p, pass_, config) and arch.bulk_copy:
         return resident + stages * streamed + ((1 if pass_ == "fwd" else 2) * scores if single else 1024)
@@ -194,16 +195,14 @@ def default_config(problem: Problem, pass_: str) -> Config:
         return Config(32, 64, 4, 1, split) if pass_ in KEYS_RESIDENT else Config(64, 32, 4, 1, split)
     single = problem.itemsize > 2
     warps = 8 if wide >= 128 else 4
-    if wide > 256:
+    if pass_ == "fwd" and halves_of(problem, pass_):
+        ladder = [*_halves_ladder(problem, wide), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
+    elif wide > 256:
         ladder = _wide_ladder(problem, pass_)
     elif problem.arch.kind == "hip":
         ladder = [(128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
         if problem.spec.dropout and wide >= 128 and pass_ in KEYS_RESIDENT:  # the words that decide on weights take registers
             ladder = ladder[1:]
-    elif pass_ == "fwd" and parts_of(problem, pass_) > 1:
-        ladder = [*([(128, 32, 8, 2)] if wide == 128 else []), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
-    elif pass_ == "fwd" and turned(problem):
-        ladder = [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
     elif single and wide >= 128 and problem.arch.name != "sm_90":  # warp-wide products: every operand sits in registers
         ladder = [(32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
     elif single:
@@ -228,6 +227,18 @@ def default_config(problem: Problem, pass_: str) -> Config:
         if illegal(problem, pass_, config) is None:
             return config
     return Config(16, 16, 4, 1, min(4 if wide > 256 else 1, _most_split(problem, pass_)))
+
+
+def _halves_ladder(problem: Problem, wide: int) -> list[tuple[int, ...]]:
+    """Configs of a forward pass whose operands are float32 in halves, best guess first: measured at 64 and 128."""
+    bounded = problem.bounds[2] or problem.bounds[3]
+    split = max(1, padded(problem.head_dim_v) // 128)  # programs that share the columns of o: a sum of 256 fills the registers
+    if halves_of(problem, "fwd") == 1:
+        first = {128: (128, 128, 8, 2), 256: (128, 64, 8, 2, split), 512: (128, 32, 8, 2, split)}
+        return [first.get(wide, (64, 128, 4, 2)), (64, 64, 4, 3, split)]
+    if wide > 128:
+        return [(128, 32, 8, 2, split), (64, 32, 4, 2, split), (64, 16, 4, 2, split)]
+    return [*([] if wide < 128 and bounded else [(128, 64, 8, 2)]), (64, 64, 4, 2)]
 
 
 def _two_tile_ladder(problem: Problem, pass_: str) -> list[tuple[int, ...]]:

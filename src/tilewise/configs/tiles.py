@@ -13,15 +13,15 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def chunks(size: int, split: int = 1) -> tuple[int, int]:
+def chunks(size: int, whole: bool = False) -> tuple[int, int]:
     """The tiles that hold ``size`` columns in passes that can take two (``configs.IN_CHUNKS``): ``(first, second)``, 0 for none.
 
     Two where they leave out a fifth of the padded columns at least: 72 columns are 64 + 16, 96 are 64 + 32, 192 are 128 + 64.
-    ``split``: how many programs share the columns of a result; if several do, one tile holds them all.
+    ``whole``: one tile holds them all, as where several programs share the columns of a result.
     """
-    whole = padded(size)
-    first = whole // 2
-    if split > 1 or not _ONE_TILE < whole <= _MOST or size <= first:
-        return whole, 0
+    width = padded(size)
+    first = width // 2
+    if whole or not _ONE_TILE < width <= _MOST or size <= first:
+        return width, 0
     rest = padded(size - first)
-    return (first, rest) if 5 * (first + rest) <= 4 * whole else (whole, 0)
+    return (first, rest) if 5 * (first + rest) <= 4 * width else (width, 0)

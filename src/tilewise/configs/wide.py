@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 from . import Config, misadded
-from .split import operand_bytes, parts_of
+from .halves import halves_of, operand_bytes
 
 __all__ = ["Walk", "WideConfig", "config_of", "forward_units", "units_kept"]
 
@@ -18,8 +18,9 @@ _KNOWN = frozenset(("softcap", "alibi", "bias", "sink", "segment", "row", "dense
 _FLOOR = 2**28  # bytes on a GPU that are never too many: one head of 8,192 by 8,192 in half precision
 NARROW = 256  # columns up to which the other kernels are the better ones for half precision
 _FORWARD = ("sm_90",)  # where forward passes keep weights
-# How many copies of dq in float32 may be kept, by bytes of what is kept: enough for a wave of programs at 4,096 keys.
-_COPIES = {2: 4, 4: 8, 6: 12}
+# How many copies of dq in float32 may be kept, by bytes of an element: enough for a wave of programs at 4,096 keys.
+_COPIES = {2: 4, 4: 8}
+_COPIES_OF_HALVES = {1: 8, 2: 12}
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ _BULK = WideConfig(Config(128, 128, 8, 4), 64, Walk(64, 128, 8, 4), Walk(64, 256
 _POINTERS = WideConfig(Config(128, 128, 8, 2), 32, Walk(32, 128, 8, 2), Walk(32, 128, 8, 2), Walk(32, 128, 8, 2))
 _SINGLE = WideConfig(Config(64, 64, 8, 2), 32, Walk(32, 64, 8, 2), Walk(32, 64, 8, 2), Walk(32, 64, 8, 2))
 _SINGLE_SM_90 = WideConfig(Config(128, 128, 8, 3), 32, Walk(32, 128, 8, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3))
-_PARTS = {
-    2: WideConfig(Config(128, 128, 8, 4), 32, Walk(64, 128, 8, 3), Walk(64, 128, 8, 3), Walk(32, 128, 8, 3)),
-    3: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3)),
+# By the number of halves; and for two of at most 128 columns, where programs wait for the first tiles rather than for products.
+_HALVES = {
+    1: WideConfig(Config(128, 64, 4, 3), 64, Walk(64, 128, 4, 3), Walk(64, 128, 8, 3), Walk(32, 128, 8, 3)),
+    2: WideConfig(Config(128, 64, 8, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 8, 3), Walk(32, 128, 8, 3)),
 }
+_SHORT_ROWS = WideConfig(Config(64, 64, 4, 3), 64, Walk(32, 128, 4, 3), Walk(32, 128, 4, 3), Walk(32, 128, 8, 3))
 _INTERPRETED = WideConfig(Config(32, 64, 4, 1), 64, Walk(16, 256, 4, 1), Walk(32, 256, 4, 1), Walk(32, 256, 4, 1))
 
 
@@ -58,8 +61,9 @@ def config_of(problem: Problem) -> WideConfig:
     """The tiles of a problem. Where loads go through registers, or operands are made three of one, they are smaller."""
     if problem.arch.kind == "cpu":
         return _INTERPRETED
-    if parts_of(problem, "kept") > 1:
-        return _PARTS[parts_of(problem, "kept")]
+    halves = halves_of(problem, "weights")
+    if halves:
+        return _SHORT_ROWS if halves == 2 and max(problem.head_dim, problem.head_dim_v) <= 128 else _HALVES[halves]
     if problem.itemsize > 2:
         return _SINGLE_SM_90 if problem.arch.name == "sm_90" and problem.bulk else _SINGLE
     return _BULK if problem.bulk and problem.arch.bulk_copy and problem.arch.name != "sm_120" else _POINTERS
@@ -69,7 +73,7 @@ def units_kept(problem: Problem) -> int:
     """Of how many heads of keys (of all batches) weights are kept at a time; 0: they are not kept.
 
     They take at most as much memory as four float32 copies of dq (eight for float32 inputs), or 256 MiB, and half as much again
-    where they are kept in three parts: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, and none where
+    where they are kept in two halves: all heads at once up to 2,048 keys at 512 columns, a part of them beyond, and none where
     not even one fits.
     """
     p = problem
@@ -81,12 +85,13 @@ def units_kept(problem: Problem) -> int:
         return 0
     config = config_of(p).weights
     rows, keys = (-(-n // block) * block for n, block in ((p.seqlen_q, config.block_m), (p.seqlen_k, config.block_n)))
-    room = _COPIES[operand_bytes(p, "kept")] * 4 * p.batch * p.heads_q * rows * p.head_dim
+    halves = halves_of(p, "weights")
+    # Of a pair: p and ds; of halves ds twice.
+    size = 3 * operand_bytes(p, "weights") if halves else 2 * p.itemsize
+    room = (_COPIES_OF_HALVES.get(halves) or _COPIES[p.itemsize]) * 4 * p.batch * p.heads_q * rows * p.head_dim
     if p.arch.kind != "cpu":
-        room = max(room, _FLOOR * operand_bytes(p, "kept") // p.itemsize)
-    # The kernels that keep nothing do not fit 99 KB with float32 operands of this width: there one head at least is kept.
-    least = 1 if p.itemsize > 2 and p.arch.kind == "cuda" and p.arch.shared_memory < 160_000 else 0
-    return min(p.batch * p.heads_kv, max(least, room // (p.group * rows * keys * 2 * operand_bytes(p, "kept"))))
+        room = max(room, _FLOOR * size // (2 * p.itemsize))
+    return min(p.batch * p.heads_kv, room // (p.group * rows * keys * size))
 
 
 def forward_units(problem: Problem) -> int:

@@ -265,28 +265,29 @@ def jobs(
     configs: bool = False,
     repeats: int | None = None,
     only: str = "",
+    dtype: str = "",
 ) -> list[Job]:
-    """The work of ``check`` as a list, in order; see there. ``only``: that whose name contains this."""
+    """The work of ``check`` as a list, in order; see there. ``only``: whose name contains this; ``dtype``: of this dtype."""
     where = default_device() if device is None else torch.device(device)
     for name in backends or []:
         capability(name)
-    taken = {dtype: accepted(where, dtype) for dtype in DTYPES}
+    taken = {each: accepted(where, each) for each in DTYPES}
     out: list[Job] = []
     for c in CAPABILITIES:
-        all_dtypes = [dtype for dtype in DTYPES if c in taken[dtype]]
+        all_dtypes = [each for each in DTYPES if c in taken[each]]
         if (backends and c.backend not in backends) or not all_dtypes:
             continue
         interpreted = c.interpretable and where.type == "cpu"
         dtypes = all_dtypes[:2] if quick else all_dtypes
         count = randoms if randoms is not None else (6 if interpreted else 20) * (1 if quick else 5)
         entries = [e if c.head_dims is None else e.at_head_dims(*d) for d in c.head_dims or ((0, 0),) for e in GAUNTLET]
-        for dtype, entry in itertools.product(dtypes, entries):
+        for each, entry in itertools.product(dtypes, entries):
             if not entry.gpu_gib or (where.type == "cuda" and not quick):
-                build = partial(entry.build, where, dtype, seed)
+                build = partial(entry.build, where, each, seed)
                 work = partial(_run_fitting, build, c.backend, entry.name)
-                out.append(Job(c.backend, _name(dtype), entry.name, work, entry.gpu_gib))
+                out.append(Job(c.backend, _name(each), entry.name, work, entry.gpu_gib))
         if c.jvp:
-            out += [_jvp_job(entry, c.backend, where, dtype, seed) for dtype in dtypes for entry in JVP_ENTRIES]
+            out += [_jvp_job(entry, c.backend, where, each, seed) for each in dtypes for entry in JVP_ENTRIES]
         if torch.float32 in dtypes and arch_of(where).kind in c.tf32_kinds:
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")
@@ -298,10 +299,10 @@ def jobs(
             out += _bias_jobs(c, c.bulk_bias, dtypes, where, seed, count)
         small = interpreted or quick
         for case in CASES:
-            for dtype in case.dtypes:
-                if dtype in all_dtypes:
-                    work = partial(_run_case, case, c.backend, where, dtype, small)
-                    out.append(Job(c.backend, _name(dtype), str(case), work))
+            for each in case.dtypes:
+                if each in all_dtypes:
+                    work = partial(_run_case, case, c.backend, where, each, small)
+                    out.append(Job(c.backend, _name(each), str(case), work))
         out += [Job(c.backend, "float32", str(r), partial(_rejected, r, c.backend, where)) for r in REJECTED]
         rng = random.Random(seed)
         out += [_random_job(c, dtypes[i % len(dtypes)], where, rng, interpreted) for i in range(count)]
@@ -318,7 +319,7 @@ def jobs(
             if configs and c.backend == "triton":
                 work = partial(_every_config, c.backend, where)
                 out.append(Job(c.backend, "bfloat16", "case 23 every backward config", work))
-    return [job for job in out if only in job.name]
+    return [job for job in out if only in job.name and dtype in ("", job.dtype)]
 
 
 def _rejected(rejected: Rejected, backend: str, device: torch.device) -> list[Result]:

@@ -27,7 +27,7 @@ import torch
 
 from ..arch import ARCHS, ptxas_name
 from ..configs import KEYS_RESIDENT, PASSES, Config, lookup, shared_config, splits_dkdv
-from ..configs.split import parts_of, turned
+from ..configs.halves import halves_of
 from ..configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ..errors import BackendBroken
 from ..plan import WORD, BlockTable, Masked, MaskTensors
@@ -104,24 +104,20 @@ def _tensors(problem: Problem) -> dict[str, torch.Tensor]:
     return {"q": q, "k": k, "v": v, "o": o, "do": o, "lse": rows, "delta": rows, "dq": q, "dk": k, "dv": v, "pivots": kept}
 
 
-def _parts(problem: Problem, t: torch.Tensor, pass_: str) -> torch.Tensor:
-    """A stand-in of the parts of a tensor, as ``split_launch`` allocates them; the tensor itself where it is taken whole."""
-    parts = parts_of(problem, pass_)
-    if parts == 1:
+def _halves(problem: Problem, t: torch.Tensor, pass_: str) -> torch.Tensor:
+    """A stand-in of the halves of a tensor, as ``halves_launch`` allocates them; the tensor itself where it is taken whole."""
+    count = halves_of(problem, pass_)
+    if not count:
         return t
     batch, heads, rows, size = t.shape
     width = -(-size // 8) * 8
-    strides = (heads * parts * rows * width, rows * width, width, 1)
-    return torch.empty_strided((batch, heads * parts, rows, size), strides, dtype=torch.bfloat16)
+    strides = (heads * count * rows * width, rows * width, width, 1)
+    return torch.empty_strided((batch, heads * count, rows, size), strides, dtype=torch.float16)
 
 
-def _columns(problem: Problem, t: torch.Tensor) -> torch.Tensor:
-    """A stand-in of what the forward pass reads for v."""
-    if not turned(problem):
-        return _parts(problem, t, "fwd")
-    batch, heads, rows, size = t.shape
-    width = -(-rows // 8) * 8
-    return torch.empty_strided((batch, heads, size, width), (heads * size * width, size * width, width, 1), dtype=t.dtype)
+def _units(problem: Problem, pass_: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Stand-ins of the units of their rows; none where operands are taken whole."""
+    return tuple(torch.empty(t.shape[:3], dtype=torch.float32) for t in tensors) if halves_of(problem, pass_) else ()
 
 
 def _operands(problem: Problem) -> Tensors:
@@ -170,12 +166,16 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
         return {"columns": (chosen["dv"], launch_column_sums(problem, chosen["dv"], *given))}
     maxima = t["lse"] if problem.spec.returns == "max_logit" else None
     forward = (t["q"], t["k"], t["v"], t["o"], t["lse"])
-    taken = (_parts(problem, t["q"], "fwd"), _parts(problem, t["k"], "fwd"), _columns(problem, t["v"]), t["o"], t["lse"])
+    units = _units(problem, "fwd", t["q"], t["k"], t["v"])
+    q, k, v = (_halves(problem, t[name], "fwd") for name in "qkv")
     backward = (t["q"], t["k"], t["v"], t["do"], t["pivots"], t["delta"])
     kept = t["pivots"] if problem.keeps_rows else None
     by_row = t["lse"] if "a" in problem.grad else None
     launches = {
-        "fwd": (chosen["fwd"], backend.launch_fwd(problem, chosen["fwd"], *taken, masks["fwd"], tensors, kept, maxima)),
+        "fwd": (
+            chosen["fwd"],
+            backend.launch_fwd(problem, chosen["fwd"], q, k, v, t["o"], t["lse"], masks["fwd"], tensors, kept, maxima, units),
+        ),
         "delta": (Config(16, 16, 4, 1), backend.launch_delta(problem, t["o"], t["do"], t["lse"], t["lse"], t["delta"])),
         "dq": (
             chosen["dq"],
@@ -203,15 +203,13 @@ def launches_of(problem: Problem, configs: dict[str, Config] | None = None) -> d
 
 def _launch_copies(problem: Problem, t: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The launches of the kernels that bring float32 operands into another form, as values."""
-    from ..backends.triton import split_launch
+    from ..backends.triton import halves_launch
 
     found: dict[str, Any] = {}
-    for name, pass_ in (("split", "fwd"), ("split_kept", "kept")):
-        parts = parts_of(problem, pass_)
-        if parts > 1:
-            found[name] = Config(16, 16, 8, 3), split_launch.launch_split(t["q"], _parts(problem, t["q"], pass_), parts)
-    if turned(problem):
-        found["turn"] = Config(16, 16, 8, 3), split_launch.launch_turn(t["v"], _columns(problem, t["v"]))
+    for pass_ in ("fwd", "weights"):
+        for units in _units(problem, pass_, t["q"]):
+            made, count = _halves(problem, t["q"], pass_), halves_of(problem, pass_)
+            found["halve"] = Config(16, 16, 8, 3), halves_launch.launch_halve(t["q"], made, units, count)
     return found
 
 
@@ -238,20 +236,19 @@ def wide_launches_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
     p, tile = problem, config.weights
     t, tensors = _tensors(p), _operands(p)
     sides = [_masked(p, tensors, name, tile) for name in ("dq", "dk")]
-    sizes = (-(-n // b) * b for n, b in ((p.seqlen_q, tile.block_m), (p.seqlen_k, tile.block_n)))
-    shape = (1, units_kept(p) * p.group * parts_of(p, "kept"), *sizes)
-    dtype = t["q"].dtype if parts_of(p, "kept") == 1 else torch.bfloat16
-    kept = torch.empty_strided(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), dtype=dtype)
-    q, k, v, do = (_parts(p, t[name], "weights") for name in ("q", "k", "v", "do"))
-    given = (p, config, 0, q, k, v, do, t["pivots"], t["delta"], kept, kept, sides[0], tensors)
-    do, q, k = (_parts(p, t[name], "kept") for name in ("do", "q", "k"))
-    columns = wide_launch.launch_columns
-    return {
-        "weights": (tile, wide_launch.launch_weights(*given)),
-        "dv": (config.keys, columns(p, config, config.keys, 0, kept, do, t["dv"], 1.0, True, sides[1])),
-        "dk": (config.keys, columns(p, config, config.keys, 0, kept, q, t["dk"], p.sm_scale, True, sides[1])),
-        "dq": (config.queries, columns(p, config, config.queries, 0, kept, k, t["dq"], p.sm_scale, False, sides[0])),
-    }
+    dtype = torch.float16 if halves_of(p, "weights") else t["q"].dtype
+    kept = wide_launch.keep(p, config, units_kept(p), "vkq", dtype, torch.device("cpu"))
+    given = tuple(_halves(p, t[name], "weights") for name in ("q", "k", "v", "do"))
+    units = _units(p, "weights", *(t[name] for name in ("q", "k", "v", "do")))
+    weights = wide_launch.launch_weights(p, config, 0, (*given, t["pivots"], t["delta"]), kept, sides[0], tensors, units)
+    q, k, _, do = given
+    found: dict[str, Any] = {"weights": (tile, weights)}
+    rows = {"dv": (do, 1.0, config.keys, sides[1]), "dk": (q, p.sm_scale, config.keys, sides[1])}
+    rows["dq"] = k, p.sm_scale, config.queries, sides[0]
+    for i, (name, (row, scale, walk, mask)) in enumerate(rows.items()):
+        what = (p, config, walk, 0, kept.tensors[i], row, t[name], scale, name != "dq", mask, kept.units[i : i + 1])
+        found[name] = walk, wide_launch.launch_columns(*what)
+    return found
 
 
 def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
@@ -273,7 +270,7 @@ def wide_forward_of(problem: Problem, config: WideConfig) -> dict[str, Any]:
 
 
 EVERY_KERNEL = (
-    *("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", "split", "split_kept", "turn"),
+    *("delta", "dbias", "dq_bias", "columns", "jvp", "weights", "tile_weights", "values", "halve"),
     *PASSES,
 )
 

@@ -50,6 +50,14 @@ def _very_low(call: Call) -> None:
     call.k[..., 0] = -8.5 / call.scale
 
 
+def _overflowed_keys(call: Call) -> None:
+    """The scores of the first 300 keys are -inf in float32 (very low in float16), those of the last ones are not."""
+    far = 1e20 if torch.finfo(call.q.dtype).max > 1e30 else 200.0
+    call.q[..., 0] = far
+    call.k[..., 0] = 0.0
+    call.k[:, :, :300, 0] = -far
+
+
 def _beyond_cap(call: Call) -> None:
     """Scores of about 4 and up to 15: beyond a cap of 2 they are nearly flat, and some are not."""
     call.q.mul_(4.0)
@@ -63,6 +71,16 @@ def _lowest_rows(call: Call) -> None:
     bias[..., 17, :] = float("-inf")
 
 
+def _uneven_rows(call: Call) -> None:
+    """Rows of many magnitudes, in which neighbours differ; those of keys past the number of queries are huge."""
+    far, huge = (15, 1e20) if torch.finfo(call.q.dtype).max > 1e30 else (3, 100.0)
+    for t, span in ((call.q, 3), (call.k, 3), (call.v, far), *([] if call.do is None else [(call.do, far)])):
+        places = torch.arange(t.shape[2], device=t.device)
+        t.mul_(torch.exp2((places * 7 % (2 * span + 1) - span).to(t.dtype))[:, None])
+    for t in (call.k, call.v):
+        t[:, :, call.q.shape[2] :] *= huge
+
+
 def _of_one_sign(call: Call) -> None:
     """Values and gradients that are all positive, so that what a long sum loses at each step adds up."""
     call.v.abs_()
@@ -73,8 +91,10 @@ def _of_one_sign(call: Call) -> None:
 _VALUES: dict[str, Callable[[Call], None]] = {
     "beyond_cap": _beyond_cap,
     "lowest_rows": _lowest_rows,
+    "uneven_rows": _uneven_rows,
     "of_one_sign": _of_one_sign,
     "overflow_spike": _overflow_spike,
+    "overflowed_keys": _overflowed_keys,
     "late_spike": _late_spike,
     "very_low": _very_low,
 }
@@ -346,6 +366,8 @@ GAUNTLET: tuple[Entry, ...] = (
         (1, 2, 2, 70, 140, 32, 32),
         values="overflow_spike",
     ),
+    Entry("overflowed_keys", "-inf - -inf in a free tile", (1, 2, 1, 40, 333, 16, 16), values="overflowed_keys"),
+    Entry("overflowed_wide", "the same in wide heads", (1, 2, 1, 40, 333, 272, 16), values="overflowed_keys"),
     Entry("late_spike", "an accumulator or a sum that is not multiplied by alpha", (1, 2, 2, 70, 137, 32, 32), values="late_spike"),
     Entry(
         "very_low", "padded keys that score 0 where every real score is below -128", (1, 2, 2, 70, 139, 32, 32), values="very_low"
@@ -705,38 +727,41 @@ GAUNTLET: tuple[Entry, ...] = (
         returns="weights",
     ),
     Entry(
-        "split_causal",
-        "a part or a product that is lost where float32 operands are split; the sign of a scale; parts of another head",
+        "halves_causal",
+        "a half or a product that is lost where float32 operands are halved; the sign of a scale; halves of another head",
         (2, 4, 2, 101, 139, 40, 24),
         causal(),
         sm_scale=-0.4,
         loss="o+lse",
     ),
     Entry(
-        "split_kept",
+        "halves_kept",
         "the same where weights are kept",
         (1, 4, 2, 98, 130, 272, 40),
         window(60, 20),
         terms="softcap:5",
     ),
     Entry(
-        "tf32_columns",
-        "keys of v as columns in another order than those of p; columns past the last key",
-        (2, 4, 2, 98, 139, 40, 24),
-        window(60, 20),
-        precision="tf32",
+        "halves_uneven",
+        "rows in the units of others, and what a large row that nobody may see does to them",
+        (1, 2, 1, 99, 131, 32, 24),
+        causal("top_left"),
+        values="uneven_rows",
     ),
+    Entry("tf32_halves", "the same with a half alone", (2, 4, 2, 98, 139, 40, 24), window(60, 20), precision="tf32"),
+    Entry("tf32_kept", "the same where weights are kept", (1, 2, 1, 98, 130, 272, 40), causal(), precision="tf32"),
+    Entry("halves_long", "the same at a length of real work", (1, 4, 2, 1100, 1301, 128, 128), causal(), loss="o+lse", gpu_gib=1),
+    Entry("halves_long_64", "the same in other tiles", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), gpu_gib=1),
+    Entry("halves_long_256", "the same in other tiles", (1, 2, 1, 1100, 1301, 256, 192), terms="softcap:5", gpu_gib=1),
     Entry(
-        "tf32_kept",
-        "a part that is lost where kept weights are split in two",
-        (1, 2, 1, 98, 130, 272, 40),
-        causal(),
-        precision="tf32",
+        "halves_long_uneven",
+        "the same with uneven rows",
+        (1, 4, 2, 1100, 1301, 128, 96),
+        causal("top_left"),
+        values="uneven_rows",
+        gpu_gib=1,
     ),
-    Entry("split_long", "the same at a length of real work", (1, 4, 2, 1100, 1301, 128, 128), causal(), loss="o+lse", gpu_gib=1),
-    Entry("split_long_64", "the same in other tiles", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), gpu_gib=1),
-    Entry("split_long_256", "the same in other tiles", (1, 2, 1, 1100, 1301, 256, 192), terms="softcap:5", gpu_gib=1),
-    Entry("split_steep", "sums of one sign, which are cut off", (1, 2, 2, 2048, 4096, 128, 128), values="of_one_sign", gpu_gib=1),
+    Entry("halves_steep", "sums of one sign, which are cut off", (1, 2, 2, 2048, 4096, 128, 128), values="of_one_sign", gpu_gib=1),
     Entry("tf32_long", "the same", (1, 4, 2, 1100, 1301, 128, 128), causal(), precision="tf32", loss="o+lse", gpu_gib=1),
     Entry("tf32_long_64", "the same", (1, 4, 2, 1100, 1301, 64, 40), window(700, 90), precision="tf32", gpu_gib=1),
     Entry(

@@ -88,9 +88,17 @@ _STEP = (
         "no_pivot_guard",
         "-inf - -inf in a row without a key yet",
         PARTS,
-        'pivot = tl.where(m_new == -float("inf"), 0.0, m_new)',
-        "pivot = m_new",
+        'pivot = tl.where(m_new == -float("inf"), 0.0, m_new)\n        p = tl.math.exp2(s2',
+        "pivot = m_new\n        p = tl.math.exp2(s2",
         ("thin_window",),
+    ),
+    Mutant(
+        "no_pivot_guard_free",
+        "-inf - -inf where all keys of a tile are -inf",
+        PARTS,
+        'pivot = tl.where(m_new == -float("inf"), 0.0, m_new)\n        p = tl.math.exp2(qk',
+        "pivot = m_new\n        p = tl.math.exp2(qk",
+        ("overflowed_keys",),
     ),
     Mutant(
         "block_maximum_masked",
@@ -308,8 +316,8 @@ _FORWARD = (
         "stale_value_tile",
         "p meets the values of the tile before",
         FWD,
-        "                v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V",
-        "                v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0), seqlen_k, HEAD_DIM_V",
+        "            v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV",
+        "            v, v_strides, batch, head_kv, max(start_n - BLOCK_N, 0), seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV",
         ("one_query",),
     ),
     Mutant("strides_of_k_for_v", "v is addressed as k", FWD, "   v, v_strides, batch", "   v, k_strides, batch", ("strided_v",)),
@@ -537,9 +545,17 @@ _TORCH = (
     _torch(
         "no_pivot_guard",
         "-inf - -inf in a row without a key yet",
-        "pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked or work.steps.natural else m_new",
-        "pivot = m_new",
+        "pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)\n        alpha = work.steps.weights(m_i, pivot)\n        p =",
+        "pivot = m_new\n        alpha = work.steps.weights(m_i, pivot)\n        p =",
         "thin_window",
+    ),
+    _torch(
+        "no_pivot_guard_free",
+        "-inf - -inf where all keys of a tile are -inf",
+        "pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0)\n        alpha = work.steps.weights(m_i, pivot)\n        p =",
+        "pivot = m_new.masked_fill(m_new == _NEG_INF, 0.0) if masked else m_new\n"
+        "        alpha = work.steps.weights(m_i, pivot)\n        p =",
+        "overflowed_keys",
     ),
     _torch(
         "finite_fill", "masked scores are -1e6", "torch.where(ok, zero, _NEG_INF)", "torch.where(ok, zero, -1.0e6)", "empty_rows"

@@ -6,6 +6,7 @@ from .mutant_list import Mutant
 
 __all__ = ["TANGENT_MUTANTS"]
 
+SCORES = "backends/triton/scores.py"
 KERNEL = "backends/triton/jvp.py"
 LAUNCH = "backends/triton/jvp_launch.py"
 TILES = "backends/torch_jvp.py"
@@ -19,7 +20,25 @@ _ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
         "acc_t / l_safe[:, None]",
         "gqa",
     ),
-    ("no_softcap_slope", "tangents do not feel the cap", KERNEL, "            t *= slope", "            t *= 1.0", "softcap"),
+    (
+        "no_softcap_slope",
+        "tangents do not feel the cap",
+        SCORES,
+        "by = softcap_slope(t)\n            slope = by * slope",
+        "by = softcap_slope(t)\n            slope = 1.0 * slope",
+        "softcap",
+    ),
+    (
+        "no_function_slope",
+        "tangents do not feel the function",
+        SCORES,
+        "slope = by * slope\n                late",
+        "late",
+        "own_function",
+    ),
+    ("drop_in_t_lse", "t_lse feels dropout", KERNEL, "+ tl.sum(pt, 1)", "+ tl.sum(tl.where(used, pt, 0.0), 1)", "dropout"),
+    ("drop_not_pt", "dropped weights move", KERNEL, "pt = tl.where(used, pt, 0.0)", "pt = tl.where(used, pt, pt)", "dropout"),
+    ("drop_scale_of_t_o", "t_o is not brought back to its mean", KERNEL, "acc_t *= drop[4]", "acc_t *= 1.0", "dropout"),
     ("scale_lost", "tangents of scores without the scale", KERNEL, "            t *= scale", "            t *= 1.0", "odd_scale"),
     (
         "no_alpha_on_acc_t",
@@ -65,12 +84,12 @@ _ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     (
         "tbias_always_capped",
         "a bias behind the cap feels its derivative",
-        KERNEL,
-        "t += load_bias(",
-        "t += slope * load_bias(",
+        SCORES,
+        "slope += load_bias(",
+        "slope += by * load_bias(",
         "softcap_bias",
     ),
-    ("tslopes_sign", "steeper slopes raise scores", KERNEL, "t -= by * distances(", "t += by * distances(", "alibi_both_sides"),
+    ("tslopes_sign", "steeper slopes raise scores", SCORES, "slope -= tl.load(at)", "slope += tl.load(at)", "alibi_both_sides"),
     ("tsink_without_weight", "the sink moves lse as it is", KERNEL, "t_i += weight * by", "t_i += by", "sink"),
     ("sink_no_alpha_on_t_i", "tangents keep their pivot", KERNEL, "    t_i = t_i * alpha\n", "    t_i = t_i + 0.0\n", "sink"),
     ("terms_not_seen", "hidden keys move the output", KERNEL, "ok = seen(", "_ = seen(", "row_intervals"),
@@ -102,6 +121,8 @@ _ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
         "t_i.add_(1.0 * scores",
         "sink",
     ),
+    ("torch_drop_not_pt", "dropped weights move", TILES, "pt = pt.masked_fill(dropped, 0.0)", "pt = pt.clone()", "dropout"),
+    ("torch_drop_not_tv", "tv of dropped weights", TILES, "torch.baddbmm(acc_t, used,", "torch.baddbmm(acc_t, p,", "dropout"),
 )
 
 TANGENT_MUTANTS: tuple[Mutant, ...] = tuple(

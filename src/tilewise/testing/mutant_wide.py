@@ -22,8 +22,8 @@ WIDE_MUTANTS: tuple[Mutant, ...] = (
         "split_v_whole",
         "the columns of v are always the first",
         FWD,
-        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col\n",
-        "BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS\n",
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN, HALVES, col\n",
+        "BLOCK_N, BLOCK_DV, BULK, WIDEN, HALVES\n",
         ("wide_dropout",),
     ),
     Mutant(

@@ -28,11 +28,11 @@ from .gauntlet import GAUNTLET, entry
 from .mutant_columns import COLUMN_MUTANTS
 from .mutant_drop import DROP_MUTANTS
 from .mutant_functions import FUNCTION_MUTANTS
+from .mutant_halves import HALVES_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
 from .mutant_second import SECOND_MUTANTS
-from .mutant_split import SPLIT_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
 from .mutant_wide import WIDE_MUTANTS
@@ -43,7 +43,7 @@ __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "pr
 
 MUTANTS: tuple[Mutant, ...] = (
     *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
-    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *SPLIT_MUTANTS, *SECOND_MUTANTS),
+    *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *HALVES_MUTANTS, *SECOND_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("_mutant_worker.py")

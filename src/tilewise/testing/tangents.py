@@ -17,7 +17,7 @@ from ..api import attention
 from ..capabilities import refuse
 from ..operands import full_rank
 from ..problem import GRADIENTS, Problem, Tangents
-from ..reference import distance_of, mask_of, reference, scored, softmax_of
+from ..reference import distance_of, factor_of, mask_of, reference, scored, softmax_of
 from ..select import capability
 from ..spec import Spec
 from .calls import Call
@@ -30,10 +30,12 @@ __all__ = ["JVP_ENTRIES", "JVP_OUTPUTS", "JvpYardstick", "draw_tangents", "evalu
 JVP_OUTPUTS = ("o", "lse", "t_o", "t_lse")
 _NAMES = tuple(GRADIENTS.values())
 _CHOSEN = (
-    "ragged_full ragged_causal_br ragged_causal_tl thin_window tile_edge_free empty_rows empty_tail empty_window overflow_spike "
-    "late_spike very_low odd_scale negative_scale zero_scale gqa mqa odd_head_dims one_query one_key zero_len_k zero_len_q strided "
-    "strided_last misaligned poison softcap softcap_bias bias_softcap alibi_both_sides bias_broadcast bias_of_batches lowest_bias "
-    "sink documents_full unsorted_ids row_intervals dense_tiles dense_ragged all_terms"
+    "ragged_full ragged_causal_br ragged_causal_tl thin_window tile_edge_free empty_rows empty_tail empty_window "
+    "overflow_spike overflowed_keys late_spike very_low odd_scale negative_scale zero_scale gqa mqa odd_head_dims one_query "
+    "one_key zero_len_k zero_len_q strided strided_last misaligned poison softcap softcap_bias bias_softcap alibi_both_sides "
+    "bias_broadcast bias_of_batches lowest_bias sink own_function own_positions own_tensors own_between own_mask own_hidden "
+    "dropout dropout_scores dropout_documents dropout_all documents_full unsorted_ids row_intervals dense_tiles dense_ragged "
+    "all_terms"
 )
 JVP_ENTRIES: tuple[Entry, ...] = tuple(e for e in GAUNTLET if e.name in _CHOSEN.split())  # that forward mode runs, too
 
@@ -101,6 +103,8 @@ def _plain_tangents(call: Call, tangents: Tangents, dtype: torch.dtype) -> dict[
         sink = None if spec.tensors.sink is None else full_rank("sink", spec.tensors.sink)
         s = scored(q @ _repeat(k, heads).mT * call.scale, spec, spec.tensors).masked_fill(~ok, float("-inf"))
         p, lse = softmax_of(s, sink)
+        if spec.dropout:
+            p = p * torch.as_tensor(factor_of(spec, spec.tensors, q, k)).to(p.dtype)
         return p @ _repeat(v, heads), lse
 
     return _along(dense, call, tangents, dtype)
@@ -122,12 +126,11 @@ def _tangent_rounding(call: Call, tangents: Tangents, expected: dict[str, torch.
     size, moved_size = scale * _rss(q, k.mT), scale * (_rss(tq, k.mT) + _rss(q, tk.mT))
     error = unit * (1 + s.abs() * 2 + size)
     t_error = unit * (1 + ts.abs() * 2 + moved_size * 2)
-    s, error, slopes = _through_steps(call, s, error, unit)
-    slope, slope_error = slopes[0]  # of all steps: of the softcap, since the others with a derivative have no forward mode
-    for step in spec.score:
+    s, error, _, steps = _through_steps(call, s, error, unit)
+    for step, (slope, slope_error) in zip(spec.score, steps, strict=True):
         name = step.partition(":")[0]
-        if name == "softcap":
-            t_error, ts = t_error * slope + ts.abs() * slope_error, ts * slope
+        if name in ("softcap", "fn"):
+            t_error, ts = t_error * slope.abs() + ts.abs() * slope_error, ts * slope
         elif name == "alibi" and tangents.slopes is not None:
             by = full_rank("slopes", tangents.slopes).double()[..., None, None]
             ts = ts - by * distance_of(spec, s.shape[2], s.shape[3], s.device)
@@ -147,8 +150,9 @@ def _tangent_rounding(call: Call, tangents: Tangents, expected: dict[str, torch.
         weight = torch.exp(sink[..., None] - torch.where(lse == float("-inf"), 0.0, lse))
         moved = weight * full_rank("sink", tangents.sink)[..., None].abs()
         of_lse = of_lse + (row[..., 0] + unit * (2 + lse.abs()) * moved)[..., None]
-    weights = own + p * eps_in / 2
-    of_o = _rss(weights * ts.abs(), v) + _rss(weights, tv) + _rss(p * t_error, v)
+    factor = torch.as_tensor(factor_of(spec, spec.tensors, call.q, call.k)) if spec.dropout else 1.0
+    weights = (own + p * eps_in / 2) * factor
+    of_o = _rss(weights * ts.abs(), v) + _rss(weights, tv) + _rss(p * factor * t_error, v)
     of_o = of_o + (row + unit) * (expected["t_o"] + t_lse * o).abs()
     of_o = of_o + of_lse * o.abs() + t_lse.abs() * (_rss(weights, v) + row * o.abs()) + eps_in / 2 * expected["t_o"].abs()
     return {"t_o": of_o, "t_lse": of_lse[..., 0]}

@@ -198,7 +198,7 @@ def _rounding(call: Call, expected: dict[str, torch.Tensor]) -> dict[str, torch.
     # Terms of one sign drift: D equal ones have |s| / size = sqrt(D), and their partial sums err by a multiple of D.
     drift = s.abs() * (s / torch.where(size == 0, 1.0, size)).square() / 8
     score = score_unit * (1 + s.abs() + size + drift)
-    s, score, slopes = _through_steps(call, s, score, score_unit)
+    s, score, slopes, _ = _through_steps(call, s, score, score_unit)
     slope, slope_error = slopes[0]
     ok = ok & (s != float("-inf"))
     s, score = torch.where(ok, s, 0.0), torch.where(ok, score, 0.0)
@@ -240,8 +240,9 @@ def _size(s: torch.Tensor) -> torch.Tensor:
 
 def _through_steps(
     call: Call, s: torch.Tensor, error: torch.Tensor, unit: float
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Scores and their errors after the spec's steps; the derivative of the steps from each on (at the end: 1) with its error."""
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Scores and their errors after the spec's steps; derivatives with their errors, of the steps from each on (at the end: 1), and
+    of each alone."""
     own = []
     for step in call.spec.score:
         one = dataclasses.replace(call.spec, score=(step,))
@@ -269,7 +270,7 @@ def _through_steps(
     for slope, slope_error in reversed(own):
         after, after_error = slopes[0]
         slopes.insert(0, (slope * after, slope.abs() * after_error + slope_error * after.abs()))
-    return s, error, slopes
+    return s, error, slopes, own
 
 
 def _tensor_rounding(
@@ -339,7 +340,8 @@ def _silent(call: Call) -> dict[str, torch.Tensor]:
     if call.spec.function is not None:
         s = scored(_products(call), call.spec, call.spec.tensors)
         ok = ok & (s != float("-inf"))
-    if bias is not None and not (call.spec.softcap and call.spec.steps[-1] == "softcap"):
+    steps = call.spec.steps
+    if bias is not None and not (call.spec.softcap and steps.index("softcap") > steps.index("bias")):
         ok = ok & (full_rank("bias", bias) != float("-inf"))
     rows, keys = ~ok.any(-1), _fold(ok.any(-2).double()[..., None], heads_kv)[..., 0] == 0
     out = {"o": rows[..., None], "dq": rows[..., None], "dk": keys[..., None], "dv": keys[..., None]}

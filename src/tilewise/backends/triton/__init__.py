@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import configs
 from ...configs import Config, chunks, padded
-from ...configs.split import parts_of, turned
+from ...configs.halves import halves_of
 from ...configs.wide import config_of, forward_units, units_kept
 from ...functions import function_of
 from ...keep import limit_of, scale_of
@@ -29,7 +29,7 @@ from ..launching import Again, Kept, Launch, Plan, broadcast_strides
 from ..tables import fill_table, pack_dense
 from . import bwd, dbias, fwd, wide_launch
 from .dq_bias_launch import launch_dq_bias
-from .split_launch import forward_operands
+from .halves_launch import forward_operands
 
 __all__ = [
     "Launch",
@@ -61,17 +61,18 @@ def _plan(
     options: dict[str, Any],
     rests: tuple[int, ...] = (),
     named: int = 0,
+    order: tuple[int, ...] | None = None,
 ) -> Plan:
     """The plan of a kernel whose first tensors are read in tiles of ``(rows, columns)``: by descriptors, or with their strides.
 
     ``rests``: the columns of the second tile of each, 0 if there is none, for kernels with a parameter for each.
     """
     if not options["BULK"]:
-        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options, named=named)
+        return Plan(kernel, grid, (None,) * len(tiles), (*(None for _ in rests), *numbers), options, named=named, order=order)
     blocks = tuple((1, 1, rows, columns) for rows, columns in tiles)
     again = (Again(i, (1, 1, tiles[i][0], rest)) if rest else None for i, rest in enumerate(rests))
     given = (*((0, 0, 0, 0),) * len(tiles), *again, *numbers)
-    return Plan(kernel, grid, blocks, given, options, TensorDescriptor, named=named)
+    return Plan(kernel, grid, blocks, given, options, TensorDescriptor, named=named, order=order)
 
 
 def _grid(tiles: int, heads: int, batch: int) -> tuple[tuple[int, ...], bool]:
@@ -251,10 +252,10 @@ def _drop(problem: Problem, tensors: Tensors) -> Any:
     return seed, *broadcast_strides(seed), limit - 2**32 if limit >= 2**31 else limit, scale_of(p)
 
 
-def _chunks(problem: Problem, config: Config, names: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
+def _chunks(problem: Problem, whole: bool, names: str) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
     """The columns of the first and of the second tile of each of these tensors ("q" as wide as q and k, "v" as v, o and do), and
-    the constants of a kernel that may take columns in two tiles."""
-    (d, rest), (dv, rest_v) = chunks(problem.head_dim, config.split), chunks(problem.head_dim_v, config.split)
+    the constants of a kernel that may take columns in two tiles; ``whole``: one tile holds them all."""
+    (d, rest), (dv, rest_v) = chunks(problem.head_dim, whole), chunks(problem.head_dim_v, whole)
     first, second = ({"q": d, "v": dv}[name] for name in names), ({"q": rest, "v": rest_v}[name] for name in names)
     return tuple(first), tuple(second), {"BLOCK_D": d, "BLOCK_DV": dv, "REST": rest, "REST_V": rest_v}
 
@@ -274,26 +275,23 @@ def _fwd(
     maxima: Any = None,
     named: int = 0,
 ) -> Plan:
-    p = problem
+    p, halves = problem, halves_of(problem, "fwd")
     grid, scalars, options = _settings(p, config, "fwd")
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     # A hidden score is -inf before it is scaled where a table lists its tile, and 0 * -inf is no score.
-    scale = abs(p.sm_scale) * _steps(p)[0] or (0.0 if mask is None else 2.0**-126)
-    columns, rests, cut = _chunks(p, config, "qqvv")
+    scale = max(abs(p.sm_scale) * _steps(p)[0], 0.0 if mask is None else 2.0**-126)
+    columns, rests, cut = _chunks(p, config.split > 1 or halves > 0, "qqvv")
     columns = (*columns[:2], columns[2] // config.split, columns[3] // config.split)
     tiles = tuple(zip((config.block_m, config.block_n, config.block_n, config.block_m), columns, strict=True))
-    parts, by_columns = parts_of(p, "fwd"), turned(p)
-    if by_columns:
-        tiles = (*tiles[:2], (columns[2], config.block_n), tiles[3])
     numbers = (
         *(*masked, score, _sink(tensors), kept, maxima, _drop(p, tensors)),
         *(*scalars, scale, triton.cdiv(p.seqlen_q, config.block_m) * config.split),
     )
-    negative = p.sm_scale < 0 and parts == 1
-    own = {**cut, "NEGATIVE": negative, "PARTS": parts, "TURNED": by_columns, "BLOCK_DV": columns[-1]}
+    own = {**cut, "NEGATIVE": p.sm_scale < 0 and not halves, "HALVES": halves, "BLOCK_DV": columns[-1]}
     options = {**options, **masked_options, **score_options, **own}
-    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named)
+    order = None if halves else (0, 1, 2, 3, 4, 4, 4, 4)  # whole operands have no units: lse stands for them
+    return _plan(p, fwd._fwd_kernel, grid, tiles, numbers, options, rests, named, order)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -322,7 +320,7 @@ def _dkdv(
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_n, config.block_n)
-    columns, rests, cut = _chunks(p, config, "qqvvqv")
+    columns, rests, cut = _chunks(p, config.split > 1, "qqvvqv")
     tiles = tuple(zip(rows, (*columns[:3], columns[3] // config.split, columns[4], columns[5] // config.split), strict=True))
     numbers = (
         *(*masked, score, _drop(p, tensors)),
@@ -347,7 +345,7 @@ def _dq(
     masked, masked_options = _masked(p, config, mask)
     score, score_options = _scores(p, tensors, config)
     rows = (config.block_m, config.block_n, config.block_n, config.block_m, config.block_m)
-    columns, rests, cut = _chunks(p, config, "qqvvq")
+    columns, rests, cut = _chunks(p, config.split > 1, "qqvvq")
     tiles = tuple(zip(rows, columns, strict=True))
     numbers = (
         *(*masked, score, dslopes, _drop(p, tensors)),
@@ -400,9 +398,10 @@ def launch_fwd(
     tensors: Tensors = NO_TENSORS,
     kept: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
+    units: tuple[torch.Tensor, ...] = (),
 ) -> Launch:
-    """``q``, ``k`` and ``v`` are what ``forward_operands`` makes of those of a call."""
-    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse)
+    """``q``, ``k``, ``v`` and ``units`` are what ``forward_operands`` makes of those of a call."""
+    return _fwd(problem, config, mask, tensors, kept, maxima).launch(q, k, v, o, lse, *units)
 
 
 def launch_delta(
@@ -523,7 +522,8 @@ def forward(
         return None
     config = configs.lookup(problem, "fwd")
     if problem.dtype == "float32":
-        given = (*forward_operands(problem, q, k, v), o, lse)
+        operands, units = forward_operands(problem, q, k, v)
+        given = (*operands, o, lse, *units)
     if tensors is NO_TENSORS and maxima is None:
         kept = _fwd_plan(problem, config).run(*given)
         return None if problem.dtype == "float32" else kept  # float32 operands may be copies, made anew by every call

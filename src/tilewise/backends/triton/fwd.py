@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .drop import drop_terms, kept
+from .halves import add_values, in_units, load_halves, load_units, product, transposed
 from .parts import (
     LENGTHS,
     LN_2,
@@ -32,18 +33,17 @@ from .parts import (
     tile_range,
 )
 from .scores import add_sink, natural_step, scored, settled
-from .split import dot_add, dot_t, dot_turned, load_parts
 
 
 @triton.jit
 def _fwd_tiles(
-    acc, acc_rest, l_i, m_i, q, q_rest, k, k_rest, v, v_rest, k_strides, v_strides, batch, head_kv, q_pos,
+    acc, acc_rest, l_i, m_i, q, q_rest, k, k_rest, v, v_rest, units, k_strides, v_strides, batch, head_kv, q_pos,
     seqlen_k, qk_scale2, upper, lower, first, last,
     tiles, mask, of_query, head, offs_m, seqlen_q, score, start_m, q_start, drop, of_batch, col,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
     BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Stream the key tiles ``first .. last``, or those at these places of the list ``tiles``, past the resident query tile."""
@@ -52,9 +52,15 @@ def _fwd_tiles(
             n_block = tl.load(tiles + n_block)
         start_n = n_block * BLOCK_N
         # [BLOCK_N, BLOCK_D]
-        k_tile = load_parts(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN, PARTS)
+        k_tile = load_halves(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN, HALVES)
         # [BLOCK_M, BLOCK_N]
-        qk = dot_t(q, k_tile, PRECISION, PARTS)
+        if HALVES > 0:
+            q_unit, k_units, v_units, head_of = units
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            qk = product(q, transposed(k_tile, HALVES), True, HALVES)
+            qk = in_units(qk, q_unit, load_units(k_units, head_of, offs_n, seqlen_k))
+        else:
+            qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if REST > 0:
             k_more = load_tile(k_rest, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, REST, BULK, WIDEN, BLOCK_D)
             qk = tl.dot(q_rest, tl.trans(k_more), qk, input_precision=PRECISION)
@@ -79,14 +85,14 @@ def _fwd_tiles(
         acc = acc * alpha[:, None]
         if drop is not None:
             p = tl.where(kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False), p, 0.0)
-        if TURNED:
-            acc = dot_turned(p, v, v_strides, batch, head_kv, start_n, acc, BLOCK_N, BLOCK_DV, col, PRECISION)
+        # [BLOCK_N, BLOCK_DV]
+        v_tile = load_halves(
+            v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, HALVES, col
+        )
+        if HALVES > 0:
+            acc = add_values(acc, p, v_tile, load_units(v_units, head_of, offs_n, seqlen_k), HALVES)
         else:
-            # [BLOCK_N, BLOCK_DV]
-            v_tile = load_parts(
-                v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN, PARTS, col
-            )
-            acc = dot_add(operand(p, DTYPE, WIDEN), v_tile, acc, PRECISION, PARTS)
+            acc = tl.dot(operand(p, DTYPE, WIDEN), v_tile, acc, input_precision=PRECISION)
         if REST_V > 0:
             v_more = load_tile(
                 v_rest, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, REST_V, BULK, WIDEN, BLOCK_DV
@@ -97,7 +103,7 @@ def _fwd_tiles(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
-    q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides, q_rest, k_rest, v_rest, o_rest,
+    q, k, v, o, lse_ptr, q_units, k_units, v_units, q_strides, k_strides, v_strides, o_strides, q_rest, k_rest, v_rest, o_rest,
     mask, table, table_batch, table_head, table_width, score, sink, rows_ptr, maxima_ptr, drop,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, m_blocks,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
@@ -105,7 +111,7 @@ def _fwd_kernel(
     REVERSED: tl.constexpr, FLAT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, TURNED: tl.constexpr,
+    REST: tl.constexpr, REST_V: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
     BULK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     m_block, head, batch = schedule(m_blocks, heads_q, REVERSED, FLAT)
@@ -119,7 +125,11 @@ def _fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # [BLOCK_M, BLOCK_D]
-    q_tile = load_parts(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN, PARTS)
+    q_tile = load_halves(q, q_strides, batch, head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D, BULK, WIDEN, HALVES)
+    units = l_i  # whatever it is: Triton 3.6 returns no None
+    if HALVES > 0:
+        q_unit = load_units(q_units, batch * heads_q + head, offs_m, seqlen_q)
+        units = (q_unit, k_units, v_units, batch * (heads_q // group) + head_kv)
     if NEGATIVE:
         # max(qk) * qk_scale2 is the maximum of the scores only for a scale >= 0: the sign goes into q, which is exact.
         q_tile = -q_tile
@@ -152,23 +162,23 @@ def _fwd_kernel(
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
     if HAS_LOWER and table is None:
         acc, acc_rest, l_i, m_i = _fwd_tiles(
-            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, units, k_strides, v_strides, batch,
             head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, lo, free_lo, tiles, mask, of_query, head, offs_m, seqlen_q,
             score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, HALVES, BULK, WIDEN,
         )  # fmt: skip
     acc, acc_rest, l_i, m_i = _fwd_tiles(
-        acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+        acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, units, k_strides, v_strides, batch,
         head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_lo, free_hi, tiles, mask, of_query, head, offs_m, seqlen_q,
         score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, HALVES, BULK, WIDEN,
     )  # fmt: skip
     if HAS_UPPER or HAS_TAIL:
         acc, acc_rest, l_i, m_i = _fwd_tiles(
-            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, k_strides, v_strides, batch,
+            acc, acc_rest, l_i, m_i, q_tile, q_more, k, k_rest, v, v_rest, units, k_strides, v_strides, batch,
             head_kv, q_pos, seqlen_k, qk_scale2, upper, lower, free_hi, hi, tiles, mask, of_query, head, offs_m, seqlen_q,
             score, start_m, q_start, drop, of_batch, col, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, PARTS, TURNED, BULK, WIDEN,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, REST, REST_V, PRECISION, HALVES, BULK, WIDEN,
         )  # fmt: skip
 
     if NATURAL:

@@ -5,9 +5,10 @@ With ``s`` the scores after all steps, ``ts`` their derivative, and ``p = exp(s 
     ts = sm_scale (tq k^T + q tk^T), through the derivative of every score step
     t_lse = sum_j p_j ts_j + p_sink tsink        t_o = sum_j p_j (ts_j v_j + tv_j) - t_lse o
 
-Grid and walk are those of the forward kernel (``fwd.py``); K, V and their tangents stream past Q and its tangent. Invariant after
-every key tile, besides that of the forward kernel: ``t_i = sum exp2(s2 - m_i) ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``.
-Tangents of scores are natural, whatever the unit of the scores is.
+Dropout takes weights from the sums over v and tv, not from those of t_lse. Grid and walk are those of the forward kernel
+(``fwd.py``); K, V and their tangents stream past Q and its tangent. Invariant after every key tile, besides that of the forward
+kernel: ``t_i = sum exp2(s2 - m_i) ts`` and ``acc_t = sum exp2(s2 - m_i) (ts v + tv)``. Tangents of scores are natural, whatever the
+unit of the scores is.
 
 A tangent that is not there (``HAS_TQ`` and so on) costs nothing: its tiles are not read, its products not made.
 """
@@ -15,6 +16,7 @@ A tangent that is not there (``HAS_TQ`` and so on) costs nothing: its tiles are 
 import triton
 import triton.language as tl
 
+from .drop import drop_terms, kept
 from .parts import (
     LENGTHS,
     LN_2,
@@ -31,38 +33,14 @@ from .parts import (
     store_tile,
     tile_range,
 )
-from .scores import distances, load_bias, natural_step, scored, settled
-
-
-@triton.jit
-def _through_steps(
-    t, slope, tangents, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k,
-    MASKED: tl.constexpr, STEPS: tl.constexpr, TAILS: tl.constexpr,
-):  # fmt: skip
-    """The derivative of scores after the steps from ``t``, that of the scores before them; ``slope`` is the softcap's."""
-    rows: tl.constexpr = t.shape[0]
-    keys: tl.constexpr = t.shape[1]
-    for i in tl.static_range(len(STEPS)):
-        if STEPS[i] == "softcap":
-            t *= slope
-        elif STEPS[i] == "alibi":
-            if tangents[0] is not None:
-                at = batch.to(tl.int64) * tangents[0][1][0] + head.to(tl.int64) * tangents[0][1][1]
-                by = tl.load(tangents[0][0] + at).to(tl.float32)
-                t -= by * distances(q_start + start_m + tl.arange(0, rows), start_n, keys, 1, 0)
-        elif tangents[1] is not None:
-            t += load_bias(
-                tangents[1][0], tangents[1][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, 1, 0,
-                TAILS[0], TAILS[1] and MASKED, STEPS[i] == "bias_far",
-            )  # fmt: skip
-    return t
+from .scores import before, natural_step, scored, settled
 
 
 @triton.jit
 def _jvp_tiles(
     acc, acc_t, l_i, t_i, m_i, q, tq, k, v, tk, tv, k_strides, v_strides, tk_strides, tv_strides,
     batch, head_kv, q_pos, seqlen_k, qk_scale2, scale, upper, lower, first, last,
-    tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start,
+    tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start, drop, of_batch,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, OF_SCORES: tl.constexpr,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
     MASKED: tl.constexpr, HAS_UPPER: tl.constexpr, HAS_LOWER: tl.constexpr, DTYPE: tl.constexpr,
@@ -78,8 +56,8 @@ def _jvp_tiles(
         k_tile = load_tile(k, k_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D, BULK, WIDEN)
         # [BLOCK_M, BLOCK_N]
         qk = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        t = tl.zeros_like(qk)
         if OF_SCORES:
-            t = tl.zeros_like(qk)
             if HAS_TQ:
                 t = tl.dot(tq, tl.trans(k_tile), t, input_precision=PRECISION)
             if HAS_TK:
@@ -94,14 +72,10 @@ def _jvp_tiles(
                 of_key = key_terms(mask, batch, kv_pos, seqlen_k)
                 ok = seen(ok, mask, of_query, of_key, batch, head, offs_m, kv_pos, start_n, seqlen_q, seqlen_k, False)
         if len(STEPS) > 0:
-            s, slope, _ = scored(
+            s, t, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE, "",
+                STEPS, NATURAL, TAILS, DTYPE, "", t, tangents,
             )  # fmt: skip
-            if OF_SCORES:
-                t = _through_steps(
-                    t, slope, tangents, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, MASKED, STEPS, TAILS
-                )
         if NATURAL:
             p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)
         elif len(STEPS) > 0:
@@ -112,14 +86,24 @@ def _jvp_tiles(
         acc_t = acc_t * alpha[:, None]
         # [BLOCK_N, BLOCK_DV]
         v_tile = load_tile(v, v_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
-        weights = operand(p, DTYPE, WIDEN)
+        used = None
+        if drop is not None:
+            used = kept(of_batch, head, start_m, start_n, p.shape[0], BLOCK_N, False)
+            weights = operand(tl.where(used, p, 0.0), DTYPE, WIDEN)
+        else:
+            weights = operand(p, DTYPE, WIDEN)
         acc = tl.dot(weights, v_tile, acc, input_precision=PRECISION)
         if OF_SCORES:  # between two products, so that the first of them goes on meanwhile
-            pt = p * t
+            if len(STEPS) > 0:
+                pt = before(p, t, score)
+            else:
+                pt = p * t
             if MASKED:
                 # Keys that nobody sees may hold anything, and 0 * NaN is not 0.
                 pt = tl.where(ok, pt, 0.0)
             t_i = t_i * alpha + tl.sum(pt, 1)
+            if drop is not None:
+                pt = tl.where(used, pt, 0.0)
             weights_t = operand(pt, DTYPE, WIDEN)
         if HAS_TV:
             tv_tile = load_tile(tv, tv_strides, batch, head_kv, start_n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, BULK, WIDEN)
@@ -151,7 +135,7 @@ def _with_sink(acc, acc_t, l_i, t_i, m_i, sink, tsink, batch, head, NATURAL: tl.
 def _jvp_kernel(
     q, k, v, tq, tk, tv, o, t_o, lse_ptr, t_lse_ptr,
     q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, o_strides, t_o_strides,
-    mask, table, table_batch, table_head, table_width, score, sink, tangents, rows_ptr,
+    mask, table, table_batch, table_head, table_width, score, sink, tangents, rows_ptr, drop,
     heads_q, group, seqlen_q, seqlen_k, q_start, upper, lower, qk_scale2, scale, m_blocks,
     HAS_TQ: tl.constexpr, HAS_TK: tl.constexpr, HAS_TV: tl.constexpr, OF_SCORES: tl.constexpr,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
@@ -188,6 +172,9 @@ def _jvp_kernel(
     )
     of_query = None
     tiles = None
+    of_batch = None
+    if drop is not None:
+        of_batch = drop_terms(drop, batch)
     if table is not None:
         of_query = query_terms(mask, batch, head, offs_m, seqlen_q)
         tiles, lo, free_lo, free_hi, hi = listed(table, table_batch, table_head, table_width, batch, head, m_block)
@@ -195,14 +182,14 @@ def _jvp_kernel(
         acc, acc_t, l_i, t_i, m_i = _jvp_tiles(
             acc, acc_t, l_i, t_i, m_i, q_tile, tq_tile, k, v, tk, tv, k_strides, v_strides, tk_strides, tv_strides,
             batch, head_kv, q_pos, seqlen_k, qk_scale2, scale, upper, lower, lo, free_lo,
-            tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start,
+            tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start, drop, of_batch,
             HAS_TQ, HAS_TK, HAS_TV, OF_SCORES, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
     acc, acc_t, l_i, t_i, m_i = _jvp_tiles(
         acc, acc_t, l_i, t_i, m_i, q_tile, tq_tile, k, v, tk, tv, k_strides, v_strides, tk_strides, tv_strides,
         batch, head_kv, q_pos, seqlen_k, qk_scale2, scale, upper, lower, free_lo, free_hi,
-        tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start,
+        tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start, drop, of_batch,
         HAS_TQ, HAS_TK, HAS_TV, OF_SCORES, STEPS, NATURAL, TAILS, False, HAS_UPPER, HAS_LOWER, DTYPE,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
     )  # fmt: skip
@@ -210,11 +197,14 @@ def _jvp_kernel(
         acc, acc_t, l_i, t_i, m_i = _jvp_tiles(
             acc, acc_t, l_i, t_i, m_i, q_tile, tq_tile, k, v, tk, tv, k_strides, v_strides, tk_strides, tv_strides,
             batch, head_kv, q_pos, seqlen_k, qk_scale2, scale, upper, lower, free_hi, hi,
-            tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start,
+            tiles, mask, of_query, head, offs_m, seqlen_q, score, tangents, start_m, q_start, drop, of_batch,
             HAS_TQ, HAS_TK, HAS_TV, OF_SCORES, STEPS, NATURAL, TAILS, True, HAS_UPPER, HAS_LOWER, DTYPE,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, BULK, WIDEN,
         )  # fmt: skip
 
+    if drop is not None:
+        acc *= drop[4]
+        acc_t *= drop[4]
     if NATURAL:
         rest = settled(m_i)
         acc *= rest[:, None]

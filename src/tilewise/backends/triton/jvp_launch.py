@@ -19,7 +19,7 @@ from ...plan import Masked
 from ...problem import NO_TANGENTS, Problem, Tangents
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan, broadcast_strides
-from . import _FAR_STRIDE, _columns, _mask, _masked, _plan, _scores, _settings, _sink, _steps
+from . import _FAR_STRIDE, _columns, _drop, _mask, _masked, _plan, _scores, _settings, _sink, _steps
 from .jvp import _jvp_kernel
 
 __all__ = ["COLUMNS", "jvp", "launch_jvp", "parts_of"]
@@ -46,7 +46,7 @@ def _jvp(
     # The kernel looks into them only where the spec has such a term.
     of_terms = tuple(None if t is None else (t, broadcast_strides(t)) for t in (tangents.slopes, tangents.bias, tangents.sink))
     numbers = (
-        *(*masked, score, _sink(tensors), None if tensors is NO_TENSORS else of_terms, kept),
+        *(*masked, score, _sink(tensors), None if tensors is NO_TENSORS else of_terms, kept, _drop(p, tensors)),
         *(*scalars, abs(p.sm_scale) * _steps(p)[0], abs(p.sm_scale), triton.cdiv(p.seqlen_q, config.block_m)),
     )
     own = {f"HAS_T{letter.upper()}": letter in letters for letter in "qkv"}

@@ -258,8 +258,9 @@ def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.c
     """One online-softmax step: ``(p, alpha, m_new, l_new)`` for raw products ``qk`` and, if MASKED, what they may see.
 
     m_i is the running maximum of the scores in base two, l_i the running sum of exp2(score - m_i). A row of a masked tile may have
-    no maximum yet (-inf): its pivot is 0, so that no -inf - -inf arises and both p and alpha are exact zeros. LISTED: the
-    scale is not 0, so that scores may be hidden before it, and scale and pivot are one multiplication with an addition.
+    no maximum yet (-inf), nor may one whose keys are -inf: its pivot is 0, so that no -inf - -inf arises and both p and alpha are
+    exact zeros. LISTED: the scale is not 0, so that scores may be hidden before it, and scale and pivot are one multiplication with
+    an addition.
     """
     if MASKED and LISTED:
         x = tl.where(ok, qk, -float("inf"))
@@ -273,7 +274,7 @@ def softmax_step(qk, ok, m_i, l_i, qk_scale2, MASKED: tl.constexpr, LISTED: tl.c
         p = tl.math.exp2(s2 - pivot[:, None])
     else:
         m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale2)
-        pivot = m_new
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.math.exp2(qk * qk_scale2 - pivot[:, None])
     alpha = tl.math.exp2(m_i - pivot)
     l_new = l_i * alpha + tl.sum(p, 1)

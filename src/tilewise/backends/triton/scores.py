@@ -73,18 +73,19 @@ def load_bias(
 def scored(
     s, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k,
     KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, STEPS: tl.constexpr, NATURAL: tl.constexpr, TAILS: tl.constexpr,
-    DTYPE: tl.constexpr, OF: tl.constexpr,
+    DTYPE: tl.constexpr, OF: tl.constexpr, slope=1.0, tangents=None,
 ):  # fmt: skip
     """``(scores after the steps, derivative of all steps, derivative of those after the step OF)`` of a tile [queries, keys], or
     [keys, queries] if KEYS_FIRST.
 
     TAILS: is the last tile of queries ragged, and that of keys? A tile of streamed keys that is not MASKED is then not the last.
+    Forward mode: ``slope`` is the tangent of the scores before the steps, and ``tangents`` those of slopes and bias, as ``score``
+    has these; what comes back as the derivative is the tangent of the scores after the steps.
     """
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
     rows: tl.constexpr = s.shape[k_axis]
     keys: tl.constexpr = s.shape[q_axis]
-    slope = 1.0
     late = 1.0
     for i in tl.static_range(len(STEPS)):
         if STEPS[i] == "softcap":
@@ -100,6 +101,10 @@ def scored(
                 by *= LOG2_E
             q_pos = q_start + start_m + tl.arange(0, rows)
             s = alibi(s, by, distances(q_pos, start_n, keys, q_axis, k_axis))
+            if tangents is not None:  # noqa: SIM102
+                if tangents[0] is not None:
+                    at = tangents[0][0] + batch.to(tl.int64) * tangents[0][1][0] + head.to(tl.int64) * tangents[0][1][1]
+                    slope -= tl.load(at).to(tl.float32) * distances(q_pos, start_n, keys, q_axis, k_axis)
             if OF == "alibi":
                 late = 1.0
         elif STEPS[i] == "bias" or STEPS[i] == "bias_far":
@@ -107,6 +112,12 @@ def scored(
                 score[2][0], score[2][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, q_axis, k_axis,
                 TAILS[0], TAILS[1] and (MASKED or KEYS_FIRST), STEPS[i] == "bias_far",
             )  # fmt: skip
+            if tangents is not None:  # noqa: SIM102
+                if tangents[1] is not None:
+                    slope += load_bias(
+                        tangents[1][0], tangents[1][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys,
+                        q_axis, k_axis, TAILS[0], TAILS[1] and (MASKED or KEYS_FIRST), STEPS[i] == "bias_far",
+                    )  # fmt: skip
             if OF == "bias":
                 late = 1.0
         else:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from ...configs.split import parts_of
+from ...configs.halves import halves_of
 from ...configs.wide import Walk, WideConfig, config_of, forward_units, units_kept
 from ...plan import Geometry, Masked
 from ...problem import Problem
 from ...spec import NO_TENSORS, Tensors
 from ..launching import Launch, Plan
 from . import wide, wide_fwd
-from .split_launch import split_of
+from .halves_launch import halve
 
-__all__ = ["geometries", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights", "run", "run_forward"]
+__all__ = [
+    *("Kept", "geometries", "keep", "launch_columns", "launch_tile_weights", "launch_values", "launch_weights"),
+    *("run", "run_forward"),
+]
 
 
 def geometries(problem: Problem) -> list[Geometry]:
@@ -38,17 +42,48 @@ def _blocks(problem: Problem, config: WideConfig) -> tuple[int, int]:
     return triton.cdiv(problem.seqlen_q, config.weights.block_m), triton.cdiv(problem.seqlen_k, config.weights.block_n)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of ``heads`` query heads: p, ds as dk reads it and ds as dq does, [1, heads, queries, keys], or their halves.
+
+    Those have ``units``, [heads, tiles, places]. One tensor stands for another that nobody ``needs`` (letters of the gradients); a
+    whole ds is both.
+    """
+
+    heads: int
+    needs: str
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    units: tuple[torch.Tensor, ...]
+
+
+def keep(problem: Problem, config: WideConfig, count: int, needs: str, dtype: torch.dtype, device: torch.device) -> Kept:
+    """Memory for what is kept of ``count`` heads of keys."""
+    m_blocks, n_blocks = _blocks(problem, config)
+    heads, height, width = count * problem.group, m_blocks * config.weights.block_m, n_blocks * config.weights.block_n
+    halves = halves_of(problem, "weights")
+    made = {
+        name: torch.empty((1, heads * (halves or 1), height, width), dtype=dtype, device=device)
+        for name in (needs if halves else {{"v": "p"}.get(letter, "ds") for letter in needs})
+    }
+    other = next(iter(made.values()))
+    names = "vkq" if halves else ("p", "ds", "ds")
+    p, dsk, dsq = (made.get(name, other) for name in names)
+    if not halves:
+        return Kept(heads, needs, (p, dsk, dsq), ())
+    of_keys = torch.empty((2, heads, m_blocks, width), dtype=torch.float32, device=device)
+    return Kept(heads, needs, (p, dsk, dsq), (*of_keys, torch.empty((heads, n_blocks, height), dtype=torch.float32, device=device)))
+
+
 def _weights(
     problem: Problem,
     config: WideConfig,
     first: int,
     heads: int,
-    need_p: bool,
-    need_ds: bool,
+    needs: str,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
 ) -> Plan:
-    """The plan of ``launch_weights`` for ``heads`` kept query heads."""
+    """The plan of ``launch_weights`` for ``heads`` kept query heads. ``needs``: letters of the gradients that are made of them."""
     from . import _masked, _plan, _scores, _settings, _steps
 
     x, tile = problem, config.weights
@@ -61,34 +96,35 @@ def _weights(
         *(*masked, score, first, heads_q, x.heads_kv),
         *(*others, x.sm_scale * _steps(x)[0], m_blocks, n_blocks),
     )
-    own = {"NEED_P": need_p, "NEED_DS": need_ds, "CHUNK": config.chunk, "DTYPE": options["DTYPE"]}
-    own |= {"RAGGED": x.seqlen_q % tile.block_m != 0, "KEPT": parts_of(x, "kept"), "PARTS": parts_of(x, "weights")}
+    halves = halves_of(x, "weights")
+    own = {"CHUNK": config.chunk, "DTYPE": options["DTYPE"], "RAGGED": x.seqlen_q % tile.block_m != 0, "HALVES": halves}
+    own |= {f"NEED_D{letter.upper()}": letter in needs for letter in "vkq"}
     own |= {"HEAD_DIM": x.head_dim, "HEAD_DIM_V": x.head_dim_v, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     tiles = tuple((rows, config.chunk) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
+    tiles += ((tile.block_m, tile.block_n),) * 3
     grid = (m_blocks * n_blocks, heads, 1)
-    return _plan(x, wide._weights_kernel, grid, tiles, numbers, {**_constants(x, config), **score_options, **own})
+    # Whole operands have no units: what weights are measured from stands for them.
+    order = None if halves else (*range(9), *(7,) * 7)
+    options = {**_constants(x, config), **score_options, **own}
+    return _plan(x, wide._weights_kernel, grid, tiles, numbers, options, order=order)
 
 
 def launch_weights(
     problem: Problem,
     config: WideConfig,
     first: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    pivots: torch.Tensor,
-    delta: torch.Tensor,
-    p: torch.Tensor | None,
-    ds: torch.Tensor | None,
+    given: tuple[torch.Tensor, ...],
+    kept: Kept,
     mask: Masked | None = None,
     tensors: Tensors = NO_TENSORS,
+    units: tuple[torch.Tensor, ...] = (),
 ) -> Launch:
-    """``p`` and ``ds`` [1, kept query heads, queries, keys] from the head of keys ``first`` on; None is not made."""
-    kept = next(t for t in (p, ds) if t is not None)
-    heads = kept.shape[1] // parts_of(problem, "kept")
-    plan = _weights(problem, config, first, heads, p is not None, ds is not None, mask, tensors)
-    return plan.launch(q, k, v, do, pivots, delta, kept if p is None else p, kept if ds is None else ds)
+    """What is kept is that of the heads of keys from ``first`` on.
+
+    ``given``: q, k, v, do, what weights are measured from, and delta; ``units``: those of the rows of the first four, if halves.
+    """
+    plan = _weights(problem, config, first, kept.heads, kept.needs, mask, tensors)
+    return plan.launch(*given[:4], *kept.tensors, *given[4:], *kept.units, *units)
 
 
 def _columns(
@@ -115,8 +151,9 @@ def _columns(
     numbers = (*table, first, x.heads_kv, *others, scale, m_blocks)
     block = tile.block_n if keys_resident else tile.block_m
     tiles = ((walk.step, block) if keys_resident else (block, walk.step), (walk.step, columns), (block, columns))
+    halves = halves_of(x, "weights")
     own = {
-        "PARTS": parts_of(x, "kept"),
+        "HALVES": halves,
         "SIZE": size,
         "COLS": columns,
         "STEP": walk.step,
@@ -125,7 +162,8 @@ def _columns(
     }
     kernel = wide._keys_kernel if keys_resident else wide._queries_kernel
     own |= {} if keys_resident else {"REVERSED": options["REVERSED"]}
-    return _plan(x, kernel, grid, tiles, numbers, {**_constants(x, config), **own})
+    order = None if halves else (0, 1, 2, 2)
+    return _plan(x, kernel, grid, tiles, numbers, {**_constants(x, config), **own}, order=order)
 
 
 def launch_columns(
@@ -139,11 +177,13 @@ def launch_columns(
     scale: float,
     keys_resident: bool,
     mask: Masked | None = None,
+    units: tuple[torch.Tensor, ...] = (),
 ) -> Launch:
-    """``out = scale kept^T rows`` (dk, dv) if ``keys_resident``, else ``scale kept rows`` (dq), for the heads that are kept."""
-    heads = kept.shape[1] // parts_of(problem, "kept")
+    """``out = scale kept^T rows`` (dk, dv) if ``keys_resident``, else ``scale kept rows`` (dq), for the heads that are kept;
+    ``units``: that of what is kept in halves."""
+    heads = kept.shape[1] // (halves_of(problem, "weights") or 1)
     plan = _columns(problem, config, walk, first, heads, out.shape[-1], scale, keys_resident, mask)
-    return plan.launch(kept, rows, out)
+    return plan.launch(kept, rows, out, *units)
 
 
 # The plans of calls without tensors in their spec, which keep what they compiled.
@@ -162,33 +202,29 @@ def run(
     from . import _mask
 
     x, config, count = problem, config_of(problem), units_kept(problem)
-    q, k, v, do, *others = given
-    parts, dtype = parts_of(x, "kept"), q.dtype
-    if parts > 1:
-        whole = parts_of(x, "weights") == 1
-        q, k, do = (split_of(t, parts) for t in (q, k, do))
-        given, dtype = given if whole else (q, k, split_of(v, parts), do, *others), q.dtype
+    halves, units = halves_of(x, "weights"), ()
+    if halves:
+        operands, units = zip(*(halve(t, halves) for t in given[:4]), strict=True)
+        given = (*operands, *given[4:])
+    q, k, _, do = given[:4]
     by_rows = _mask(x, tensors, config.weights)
     by_keys = None if dk is None and dv is None else _mask(x, tensors, config.weights, transposed=True)
-    m_blocks, n_blocks = _blocks(x, config)
-    units = x.batch * x.heads_kv
-    shape = (1, count * x.group * parts, m_blocks * config.weights.block_m, n_blocks * config.weights.block_n)
-    p = None if dv is None else torch.empty(shape, dtype=dtype, device=q.device)
-    ds = None if dq is None and dk is None else torch.empty(shape, dtype=dtype, device=q.device)
-    products = [(p, do, dv, 1.0, True), (ds, q, dk, x.sm_scale, True), (ds, k, dq, x.sm_scale, False)]
-    kept = next(t for t in (p, ds) if t is not None)
-    plain = tensors is NO_TENSORS
-    for first in range(0, units, count):
-        heads = min(count, units - first) * x.group
-        need = (heads, p is not None, ds is not None)
-        made = _weights_plan(x, config, first, *need) if plain else _weights(x, config, first, *need, by_rows, tensors)
-        made.run(*given, kept if p is None else p, kept if ds is None else ds)
-        for source, rows, out, scale, keys_resident in products:
-            if source is not None and out is not None:
-                walk = config.keys if keys_resident else config.queries
-                what = (x, config, walk, first, heads, out.shape[-1], scale, keys_resident)
-                plan = _columns_plan(*what) if plain else _columns(*what, by_keys if keys_resident else by_rows)
-                plan.run(source, rows, out)
+    needs = "".join(letter for letter, grad in zip("vkq", (dv, dk, dq), strict=True) if grad is not None)
+    kept = keep(x, config, count, needs, q.dtype, q.device)
+    products = zip(kept.tensors, kept.units or (None,) * 3, (do, q, k), (dv, dk, dq), (1.0, x.sm_scale, x.sm_scale), strict=True)
+    products = [each for each in products if each[3] is not None]
+    plain, heads_kv = tensors is NO_TENSORS, x.batch * x.heads_kv
+    for first in range(0, heads_kv, count):
+        heads = min(count, heads_kv - first) * x.group
+        what = (x, config, first, heads, needs)
+        made = _weights_plan(*what) if plain else _weights(*what, by_rows, tensors)
+        made.run(*given[:4], *kept.tensors, *given[4:], *kept.units, *units)
+        for source, unit, rows, out, scale in products:
+            keys_resident = out is not dq
+            walk = config.keys if keys_resident else config.queries
+            what = (x, config, walk, first, heads, out.shape[-1], scale, keys_resident)
+            plan = _columns_plan(*what) if plain else _columns(*what, by_keys if keys_resident else by_rows)
+            plan.run(source, rows, out, *(() if unit is None else (unit,)))
 
 
 def _tile_weights(
