@@ -212,12 +212,13 @@ def attention(
             side is unbounded, 0 keeps self only, -1 drops self as well. Default ``None``: no window.
         align: ``"bottom_right"`` (what ``None``, the default, means): the last query sits on the last key. ``"top_left"``: the
             first query sits on the first key. They differ when seqlen_q != seqlen_k.
-        sm_scale: the factor on q k^T; any finite number, 0 and negative ones too. Default ``head_dim ** -0.5``.
+        sm_scale: the factor on q k^T; any finite number (of magnitude up to 2^127 but for float64), 0 and negative ones too.
+            Default ``head_dim ** -0.5``.
         return_lse: also return ``lse``. Default False.
         return_max_logit: also return the largest score of each batch and head, for QK-clip. Default False.
-        precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products;
-            ``"tf32"`` allows TF32 products on tensor cores (about 3 decimal digits), which are faster; products of as many bits in
-            another form may stand for them, never of fewer (docs/sizes.md).
+        precision: for float32 inputs: ``"ieee"`` (what ``None``, the default, means) is as accurate as float32 products
+            (on Hopper beside the largest number of each row: docs/sizes.md); ``"tf32"`` allows TF32 products on tensor cores
+            (about 3 decimal digits), which are faster; products of as many bits in another form may stand for them, never of fewer.
         backend: ``"auto"``, or a name out of ``tilewise.explain(q, k, v)``. A named backend never falls back.
         spec: mask, score steps, sinks and dropout as a ``tilewise.Spec``, instead of causal, window and align:
             ``tilewise.causal() & tilewise.softcap(30.0) & tilewise.bias(t)``.

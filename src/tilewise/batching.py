@@ -242,6 +242,7 @@ def second_pass_rule(op: Any) -> Any:
         _check_function(args[4], dims[9:])
         q, k, lse = (_folded(t, dim, size) for t, dim in zip(args[:3], dims[:3], strict=True))
         spec, operands = _without_plan(args[4], _operands(args[9:], dims[9:], size, batch, "", True))
-        return _unfolded(op(q, k, lse.contiguous(), args[3], spec, *args[5:9], *operands), size)
+        lse = None if lse is None else lse.contiguous()
+        return _unfolded(op(q, k, lse, args[3], spec, *args[5:9], *operands), size)
 
     return rule

@@ -9,8 +9,7 @@ whole operands.
 
 Units are powers of two, so nothing is rounded where they are multiplied. In a product ``a b^T`` of rows they are factors of the
 result. Where rows are summed up (those of v in ``p v``, of q in ``ds^T q``) they go into the weights, which get units of their own:
-one for each row of the result in each tile (``halved``). So a row that nobody may see changes nothing for others, whatever it
-holds.
+one for each row of the result in each tile (``halved``). So a row that nobody may see has no part in the digits of others.
 
 Infinity is its own high half, with 0 as the low one, and small products that are not finite count for nothing (GUARD), so that a
 key of -inf has the weight 0. Where rows are summed up nothing asks: what meets an infinity there is NaN.
