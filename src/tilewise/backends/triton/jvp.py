@@ -74,7 +74,7 @@ def _jvp_tiles(
         if len(STEPS) > 0:
             s, t, _ = scored(
                 qk * qk_scale2, score, batch, head, start_m, start_n, q_start, seqlen_q, seqlen_k, False, MASKED,
-                STEPS, NATURAL, TAILS, DTYPE, "", t, tangents,
+                STEPS, NATURAL, TAILS, DTYPE, "tangents", t, tangents,
             )  # fmt: skip
         if NATURAL:
             p, alpha, m_i, l_i = natural_step(s, ok, m_i, l_i, MASKED)

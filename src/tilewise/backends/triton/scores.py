@@ -79,8 +79,8 @@ def scored(
     [keys, queries] if KEYS_FIRST.
 
     TAILS: is the last tile of queries ragged, and that of keys? A tile of streamed keys that is not MASKED is then not the last.
-    Forward mode: ``slope`` is the tangent of the scores before the steps, and ``tangents`` those of slopes and bias, as ``score``
-    has these; what comes back as the derivative is the tangent of the scores after the steps.
+    Forward mode, OF = "tangents": ``slope`` is the tangent of the scores before the steps, and ``tangents`` those of slopes and bias,
+    as ``score`` has these; what comes back as the derivative is the tangent of the scores after the steps.
     """
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
@@ -101,7 +101,7 @@ def scored(
                 by *= LOG2_E
             q_pos = q_start + start_m + tl.arange(0, rows)
             s = alibi(s, by, distances(q_pos, start_n, keys, q_axis, k_axis))
-            if tangents is not None:  # noqa: SIM102
+            if OF == "tangents":  # noqa: SIM102
                 if tangents[0] is not None:
                     at = tangents[0][0] + batch.to(tl.int64) * tangents[0][1][0] + head.to(tl.int64) * tangents[0][1][1]
                     slope -= tl.load(at).to(tl.float32) * distances(q_pos, start_n, keys, q_axis, k_axis)
@@ -112,7 +112,7 @@ def scored(
                 score[2][0], score[2][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys, q_axis, k_axis,
                 TAILS[0], TAILS[1] and (MASKED or KEYS_FIRST), STEPS[i] == "bias_far",
             )  # fmt: skip
-            if tangents is not None:  # noqa: SIM102
+            if OF == "tangents":  # noqa: SIM102
                 if tangents[1] is not None:
                     slope += load_bias(
                         tangents[1][0], tangents[1][1], batch, head, start_m, start_n, seqlen_q, seqlen_k, rows, keys,
