@@ -75,8 +75,11 @@ def test_no_kernel_compares_a_tuple_that_may_hold_a_none_with_none():
             if not isinstance(function, ast.FunctionDef) or not any("jit" in ast.unparse(d) for d in function.decorator_list):
                 continue
             for node in ast.walk(function):
-                none = isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
-                left = node.left if none else node.args[0] if isinstance(node, ast.Call) and ast.unparse(node.func) == "len" else None
+                left = None
+                if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "None":
+                    left = node.left
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "len":
+                    left = node.args[0]
                 if left is not None and ast.unparse(left) in ("mask", "tensors", "strides", "score", "tangents"):
                     found.append(f"{path.name}: {ast.unparse(node)}")
     assert not found

@@ -79,8 +79,8 @@ def scored(
     [keys, queries] if KEYS_FIRST.
 
     TAILS: is the last tile of queries ragged, and that of keys? A tile of streamed keys that is not MASKED is then not the last.
-    Forward mode, OF = "tangents": ``slope`` is the tangent of the scores before the steps, and ``tangents`` those of slopes and bias,
-    as ``score`` has these; what comes back as the derivative is the tangent of the scores after the steps.
+    Forward mode, OF = "tangents": ``slope`` is the tangent of the scores before the steps, and ``tangents`` those of slopes and
+    bias, as ``score`` has these; what comes back as the derivative is the tangent of the scores after the steps.
     """
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1
     k_axis: tl.constexpr = 1 if KEYS_FIRST else 0
