@@ -1,4 +1,4 @@
-"""Tiles that were measured where a kernel reads a tensor for each score, and where dq and the gradient of a bias share a kernel.
+"""Tiles that were measured where the mask or the bias is a tensor, and where dq and the gradient of a bias share a kernel.
 
 Times are those of kernels on an H200 (Triton 3.9): a dense mask of 1 x 16 x 8192 x 128, half of whose tiles of 128 are empty and a
 quarter random, and a bias of 4 x 16 x 2048 x 64 that the batch shares; ``docs/performance/features.md`` has all that were timed.
@@ -20,6 +20,10 @@ TERMS: dict[tuple[str, str, int, int, str], Tile] = {
     ("sm_90", "dense", 2, 128, "fwd"): (128, 64, 4, 2),
     ("sm_90", "dense", 2, 128, "dq"): (64, 64, 4, 2),  # 0.681; 128 x 32 0.831, 128 x 64 0.793
     ("sm_90", "dense", 2, 128, "dkdv"): (64, 64, 4, 2),  # 0.950; 64 x 128, the measured tile without a mask, 1.073
+    # Ids and intervals (2026-12-01), 1 x 16 x 16384 x 128 in documents of 256, 1,024 and 4,096 tokens, causal: smaller tiles waste
+    # less at the ends of documents. 0.148, 0.272 and 0.764 ms; 128 x 64 with eight warps 0.149, 0.293 and 0.854.
+    ("sm_90", "ids", 2, 128, "fwd"): (64, 64, 4, 2),
+    ("sm_90", "ids", 2, 128, "dq"): (64, 64, 4, 2),  # 0.134, 0.265 and 0.811; 128 x 64 with eight warps 0.161, 0.311 and 0.917
     # More rows for every tile of keys that is read, the bias apart: 0.271 ms; 64 x 64 0.296.
     ("sm_90", "bias", 2, 64, "dq"): (128, 64, 8, 2),
     # Few rows at a time leave registers for four programs: 0.459; 64 x 64 0.561, 64 x 128 0.651.
@@ -39,13 +43,16 @@ SHARED: dict[str, tuple[int, tuple[Tile, ...]]] = {
 
 
 def term_of(problem: Problem) -> str | None:
-    """The one term of the spec, bounds and sink apart, that is a tensor with an element for each score: "dense" or "bias"."""
+    """What tensors the spec has, bounds and sink apart: a "bias", a "dense" mask, or "ids" of documents and intervals; None for
+    several of them, and beside other steps."""
     spec = problem.spec
     tensors = [term for term in ("segment", "row", "dense") if term in spec.terms]
     if spec.dropout:
         return None
     if tensors == ["dense"] and not spec.steps:
         return "dense"
+    if tensors and "dense" not in tensors and not spec.steps:
+        return "ids"
     return "bias" if spec.steps == ("bias",) and not tensors else None
 
 
