@@ -295,6 +295,13 @@ def test_lower_bounds_terms_and_other_head_dims_stay_with_the_other_kernels():
         assert lookup_adding(_problem(upper=0)) in _in_two_programs(64, True)
 
 
+def test_groups_add_at_head_dim_64_alone():
+    """At 128 they were faster without."""
+    for head_dim, added in ((64, True), (128, False)):
+        assert (lookup_adding(_problem(head_dim, heads="32/8", length=4096, upper=0)) is not None) is added
+        assert lookup_adding(_problem(head_dim, heads=32, length=4096, upper=0)) is not None
+
+
 def test_programs_that_do_not_fill_the_device_stay_with_the_other_kernels(monkeypatch):
     monkeypatch.setitem(ADDS, (64, False), ("short",))
     assert lookup_adding(_problem(length=1024, heads=16)) is None
