@@ -1,8 +1,8 @@
 """The proof that the gauntlet can fail: faults put into the shipped kernels, each of which some input must notice.
 
-A mutant is a change of source text (``mutant_list.MUTANTS``). For each, the package is copied, the copy is changed, and a process
-of its own runs gauntlet entries on it, the kernels in Triton's interpreter, until an output is wrong. ``python -m
-tilewise.testing.mutants`` prints which entry kills which mutant.
+A mutant is a change of source text (``mutant_list.MUTANTS`` and its neighbours). For each, the package is copied, the copy is
+changed, and a process of its own runs gauntlet entries on it, the kernels in Triton's interpreter, until an output is wrong.
+``python -m tilewise.testing.mutants`` prints which entry kills which mutant.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from .mutant_halves import HALVES_MUTANTS
 from .mutant_list import MUTANTS as KERNEL_MUTANTS
 from .mutant_list import Mutant
 from .mutant_outputs import OUTPUT_MUTANTS
+from .mutant_scores import SCORE_MUTANTS
 from .mutant_second import SECOND_MUTANTS
 from .mutant_tangents import TANGENT_MUTANTS
 from .mutant_terms import TERM_MUTANTS
+from .mutant_torch import TORCH_MUTANTS
 from .mutant_wide import WIDE_MUTANTS
 from .second import SECOND_ENTRIES
 from .tangents import JVP_ENTRIES
@@ -42,7 +44,7 @@ from .tangents import JVP_ENTRIES
 __all__ = ["MUTANTS", "Mutant", "Proof", "StaleMutant", "Verdict", "mutate", "prove", "split_and_merge"]
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(*KERNEL_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
+    *(*KERNEL_MUTANTS, *TORCH_MUTANTS, *SCORE_MUTANTS, *TERM_MUTANTS, *OUTPUT_MUTANTS, *DROP_MUTANTS),
     *(*FUNCTION_MUTANTS, *TANGENT_MUTANTS, *WIDE_MUTANTS, *COLUMN_MUTANTS, *HALVES_MUTANTS, *SECOND_MUTANTS),
 )
 PACKAGE = Path(__file__).resolve().parents[1]
