@@ -25,6 +25,14 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return tw.attention(q, k, v, causal=True, backend=BACKEND)
 
 
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tw.attention(q, k, v, causal=True, backend=BACKEND, return_lse=True)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tw.reference(q, k, v, tw.causal())
+
+
 def oracle_gradients(q, k, v, spec, loss):
     leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
     return torch.autograd.grad(loss(*tw.reference(*leaves, spec)), leaves)

@@ -8,6 +8,7 @@ import pytest
 import tilewise
 from tilewise import configs
 from tilewise.arch import ARCHS, Runtime
+from tilewise.capabilities import CAPABILITIES, refuse
 from tilewise.configs import Config
 from tilewise.configs.wide import units_kept
 from tilewise.problem import Problem
@@ -65,6 +66,21 @@ def test_kept_weights_grow_with_the_length_and_not_with_its_square(arch, dtype, 
         p = Problem.parse(f"dtype={dtype} batch=1 heads=1 seqlen={length} head_dim={dims} grad=qkv arch={arch}")
         taken = units_kept(p) * length**2 * p.itemsize * 2
         assert taken <= max(12 * 4 * length * dims, 2**28 * 3 // 2)
+
+
+def test_gradients_that_no_kernel_can_keep_are_refused():
+    """Float32 heads beyond 256 columns need kernels that keep weights where shared memory is small, and not one head fits."""
+    triton = next(c for c in CAPABILITIES if c.backend == "triton")
+    for length, refused in ((4096, False), (65536, True)):
+        p = problem(f"dtype=float32 batch=1 heads=1 seqlen={length} head_dim=320 grad=qkv arch=sm_89", (3, 9))
+        assert ["gradients of so long sequences" in str(r) for r in refuse(triton, p)] == [True] * refused
+
+
+def test_a_mask_of_ids_has_tiles_of_its_own():
+    alone, beside = ("causal,segment", "row"), ("causal,segment,softcap:30.0", "causal,dense,segment")
+    for words, own in [*((words, True) for words in alone), *((words, False) for words in beside)]:
+        p = problem(f"heads=16 seqlen=16384 head_dim=128 mask={words} grad=qkv arch=sm_90", (3, 9))
+        assert [configs.lookup(p, name) == Config(64, 64, 4, 2) for name in ("fwd", "dq")] == [own, own]
 
 
 def test_no_kernel_compares_a_tuple_that_may_hold_a_none_with_none():

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from small_calls import draw
+from small_calls import dense, draw, ours
 from torch.autograd import forward_ad
 
 import tilewise as tw
@@ -156,14 +156,6 @@ def test_no_keys_at_all(sink):
 def small(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     shapes = ((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 3))
     return [draw(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
-
-
-def ours(q, k, v):
-    return tw.attention(q, k, v, causal=True, backend="torch", return_lse=True)
-
-
-def dense(q, k, v):
-    return tw.reference(q, k, v, tw.causal())
 
 
 def same(got, want):

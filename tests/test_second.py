@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from small_calls import draw
+from small_calls import dense, draw, ours
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,14 +264,6 @@ def test_no_tensor_grows_with_the_product_of_the_lengths(words):
 def small(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     shapes = ((2, 4, 3, 4), (2, 2, 4, 4), (2, 2, 4, 3))
     return [draw(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
-
-
-def ours(q, k, v):
-    return tw.attention(q, k, v, causal=True, backend="torch", return_lse=True)
-
-
-def dense(q, k, v):
-    return tw.reference(q, k, v, tw.causal())
 
 
 def loss_of(f):

@@ -22,6 +22,7 @@ from .cases import CASES, REJECTED, Case, Rejected, run_case, run_rejected
 from .gauntlet import GAUNTLET, Entry, laid_out, run_call
 from .gauntlet import entry as entry_of
 from .large import LARGE, adding, all_configs, busy, free_gib, keeping
+from .second import SECOND_ENTRIES, run_second, second_call
 from .tangents import JVP_ENTRIES, run_jvp
 from .terms import draw_terms
 from .tolerance import Result
@@ -241,6 +242,14 @@ def _jvp_job(entry: Entry, backend: str, device: torch.device, dtype: torch.dtyp
     return Job(backend, _name(dtype), f"jvp {entry.name}", partial(_run_tangents, entry, backend, device, dtype, seed))
 
 
+def _run_second(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype) -> list[Result]:
+    return run_second(second_call(entry, device, dtype), backend, f"second {entry.name}")
+
+
+def _second_job(entry: Entry, backend: str, device: torch.device, dtype: torch.dtype) -> Job:
+    return Job(backend, _name(dtype), f"second {entry.name}", partial(_run_second, entry, backend, device, dtype))
+
+
 def _run_case(case: Case, backend: str, device: torch.device, dtype: torch.dtype, small: bool) -> list[Result]:
     return run_case(case, backend, device, dtype, small, lambda call: fit(call, backend))
 
@@ -288,6 +297,9 @@ def jobs(
                 out.append(Job(c.backend, _name(each), entry.name, work, entry.gpu_gib))
         if c.jvp:
             out += [_jvp_job(entry, c.backend, where, each, seed) for each in dtypes for entry in JVP_ENTRIES]
+        if c.backend == "torch":  # that makes the second derivatives of all
+            wide = [each for each in dtypes if each in (torch.float32, torch.float64)]
+            out += [_second_job(entry, c.backend, where, each) for each in wide for entry in SECOND_ENTRIES]
         if torch.float32 in dtypes and arch_of(where).kind in c.tf32_kinds:
             for name in ("ragged_full", "lse_loss"):
                 work = partial(_run_fitting, partial(_tf32_call, name, where, seed), c.backend, f"{name}, tf32")
